@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from xtok import Engine
 from xtok.drafts.corpus import TextMemory
 from xtok.drafts.policy.policy import Policy
 from xtok.models.findings import Findings
@@ -10,7 +11,7 @@ from xtok.models.shared_cache import SharedCache, SharedSlot
 
 def caches_of(engine: Any) -> list[SharedCache]:
     """The shared caches of an `Engine` or a `DraftEngine`, one for each model that has read something."""
-    return [*engine._shared.caches._caches.values()]
+    return [*(engine._shared.caches if isinstance(engine, Engine) else engine._caches)._caches.values()]
 
 
 def rows_of(slots: SharedCache) -> list[SharedSlot | None]:

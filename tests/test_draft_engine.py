@@ -3,6 +3,7 @@
 import gc
 import warnings
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from itertools import count
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from inside import caches_of, guesses_now, is_empty, policy_of, rows_of
 from scripted import ScriptedDrafter
 from test_batches import GREEDY, LENGTH, MADE, SIBLING, TEXTS, UNRELATED, greedily, target
-from worlds import TREE, budgets, deep, examples, make_target_expensive, scaled, tokenizer
+from worlds import CHAIN, TREE, budgets, deep, examples, make_target_expensive, scaled, tokenizer
 
 from xtok import Budget, Context, DraftedText, DraftEngine, HeadsDrafter, PromptLookup, Tree, XTokAssisted
 from xtok.drafts.policy.draft import Outcome
@@ -528,3 +529,13 @@ def test_a_draft_of_the_targets_ids_and_one_of_the_callers_own_serve(monkeypatch
         assert guess
         engine.observe(text, picks(text.ids, guess.tokens))
         assert text.ids[len(prompt(TEXTS[0])) :] == greedily("Llama", TEXTS[0])[: len(text.ids) - len(prompt(TEXTS[0]))]
+
+
+def test_a_draft_model_may_be_converted_between_texts() -> None:
+    small = deepcopy(UNRELATED)
+    engine = DraftEngine(TOKENS, [(small, BYTES)], size=SIZE, budget=CHAIN)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        small.to(dtype)
+        text = engine.add(prompt_ids(TOKENS, TEXTS[0]))
+        assert engine.propose([text], 4)[0].tokens
+        engine.drop(text)

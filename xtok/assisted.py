@@ -6,15 +6,14 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import nullcontext
 from functools import partial
 from itertools import islice
-from threading import local
+from threading import RLock
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
-from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from xtok.decoding.arguments import check_arguments, check_batch, check_rows, check_streamer
+from xtok.decoding.arguments import check_adapters, check_arguments, check_batch, check_rows, check_streamer
 from xtok.decoding.assemble import assemble, name_of, refitted
 from xtok.decoding.keywords import GenerateArguments, TextArguments
 from xtok.decoding.prepare import Prepared, by_row, completed, passed_to_generate, prepare, prepare_one
@@ -26,14 +25,13 @@ from xtok.drafts.base import Draft, Drafter
 from xtok.drafts.policy.settings import Budget
 from xtok.errors import InvalidInputError
 from xtok.models.cache import CACHE
-from xtok.models.cache_set import CacheSet
 from xtok.models.load import Source
 from xtok.models.modes import current, within
 from xtok.models.placement import Device, DeviceMap, Dtype, OneOrEach, Quantization
 from xtok.models.probe import traits
 from xtok.models.prompts import KnownPrompt, Prompt, is_several
 from xtok.models.roles import Target
-from xtok.results.generation import Generation, finished
+from xtok.results.generation import LAST, Generation, finished
 from xtok.results.outputs import as_transformers, columns
 from xtok.results.progress import advanced
 from xtok.results.trace import Token, WrittenRound, as_committed, round_tokens, written_round
@@ -45,6 +43,9 @@ T = TypeVar("T")
 Show: TypeAlias = Callable[[Round, list[Token], abc.Sequence[str]], Iterator[T]]
 BATCH = 8
 """How many sequences of a list are generated at a time."""
+
+
+_REFRESHING = RLock()
 
 
 class XTokAssisted:
@@ -136,10 +137,11 @@ class XTokAssisted:
 
     @property
     def setup(self) -> Setup:
-        """What all sequences share. After a model was moved or converted, it is made anew."""
-        if self._setup.is_outdated:
-            self.refresh()
-        return self._setup
+        """What all sequences share. It is made anew if a model was moved to another device or converted to another dtype."""
+        with _REFRESHING:
+            if any((model.device, model.dtype) != place for model, place in self._setup.placed.items()):
+                self.refresh()
+            return self._setup
 
     @property
     def target(self) -> Target:
@@ -163,10 +165,11 @@ class XTokAssisted:
 
     @within()
     def refresh(self) -> None:
-        """Begin anew after a model was changed: drop what was found out about it, its fixed shapes, packed weights, graphs and
-        timings, and engines' prefixes. Raises an error of `xtok.errors` if the model no longer allows the settings.
+        """Call this after you have changed a model. It drops all that follows from the model's old state: fixed shapes, packed
+        weights, CUDA graphs, timings, engines' prefixes. Raises an error of `xtok.errors` if the settings don't fit any more.
         """
-        self._setup = refitted(self._setup)
+        with _REFRESHING:
+            self._setup = refitted(self._setup)
 
     def with_drafts(self, names: abc.Collection[str]) -> "XTokAssisted":
         """An instance with only the drafts of these `names`; with none, the target alone. Models are shared, timings aren't.
@@ -203,19 +206,18 @@ class XTokAssisted:
             raise InvalidInputError(
                 "A tokenizer's encoding is one argument here: generate(encoding), not generate(**encoding)."
             )
-        many = is_several(prompt)
+        setup, many = self.setup, is_several(prompt)
         streamer = arguments.pop("streamer", None)
         batch_size, progress = arguments.pop("batch_size", BATCH), arguments.pop("progress", None)
         check_batch(batch_size, progress)
         check_streamer(streamer, several=many)
-        requests = prepare(self.setup, list(prompt) if many else [prompt], arguments)
+        requests = prepare(setup, list(prompt) if many else [prompt], arguments)
         check_streamer(streamer, several=len(requests) > 1)
         batch_size = min(batch_size, len(requests))
         shown = progress or (progress is None and len(requests) > 1 and sys.stderr.isatty())
-        with self.setup.caches.lent(batch_size, current()) as caches:
-            if streamer is not None:
-                streamer.put(requests[0].ids.cpu())
-            self._run(requests, caches, batch_size, streamer, progress=shown)
+        if streamer is not None:
+            streamer.put(requests[0].ids.cpu())
+        self._run(setup, requests, batch_size, streamer, progress=shown)
         return self.last if many or len(requests) > 1 else self.last[0]
 
     def stream(self, prompt: Prompt, **arguments: "Unpack[TextArguments]") -> Generator[str, None, Generation]:
@@ -253,16 +255,16 @@ class XTokAssisted:
         """
         modes = current()
         with within(modes):
-            request = prepare_one(self.setup, prompt, arguments)
+            request = prepare_one(setup := self.setup, prompt, arguments)
 
         def generator() -> Generator[T, None, Generation]:
-            with self.setup.caches.lent(1, modes) as caches:
+            with setup.caches.lent(1, modes) as caches:
                 with within(modes):
-                    sequence = start(self.setup, request, caches)
+                    sequence = start(setup, request, caches)
                 for one, tokens in round_tokens(as_committed(sequence, modes), sequence.drafts):
                     yield from show(one, tokens, sequence.drafts)
                 with within(modes):
-                    _LAST.given[self] = [finished(sequence)]
+                    LAST.of_thread[self] = [finished(sequence)]
                 return self.last[0]
 
         return generator()
@@ -289,13 +291,14 @@ class XTokAssisted:
             raise InvalidInputError("custom_generate was called by another model than the target. Call target.generate.")
         check_arguments({name: passed_to_generate(name) for name in ("assistant_model", "synced_gpus")})
         check_rows(stopping_criteria, stop_strings, rows=len(input_ids))
-        wanted = len(input_ids) == 1 and generation_config.return_dict_in_generate and self.setup.shapes is None
+        check_adapters(model, len(input_ids))
+        setup = self.setup
+        wanted = len(input_ids) == 1 and generation_config.return_dict_in_generate and setup.shapes is None
         keeps_cache = bool(wanted or (passed_to_generate("kwargs") or {}).get(CACHE) is not None)
         given = input_ids, logits_processor, stopping_criteria, generation_config, traits(self.model)
         batch = Prepared(*given, inputs=model_kwargs, keeps_cache=keeps_cache)
-        requests = completed(self.setup, by_row(self.target, batch, stop_strings), seed)
-        with self.setup.caches.lent(len(requests), current()) as caches:
-            sequences = self._run(requests, caches, len(requests), passed_to_generate("streamer"), keep=True)
+        requests = completed(setup, by_row(self.target, batch, stop_strings), seed)
+        sequences = self._run(setup, requests, len(requests), passed_to_generate("streamer"), keep=True)
         return as_transformers(sequences, generation_config)
 
     @property
@@ -303,12 +306,12 @@ class XTokAssisted:
         """The results of this thread's last call of `generate`, `stream` or `custom_generate`, a `Generation` for each text.
         Empty before the first. With `custom_generate`, this is the only way to get stats.
         """
-        return list(_LAST.given.get(self, []))
+        return list(LAST.of_thread.get(self, []))
 
     def _run(
         self,
+        setup: Setup,
         requests: list[Prepared],
-        caches: CacheSet,
         batch_size: int,
         streamer: Any = None,
         *,
@@ -318,14 +321,15 @@ class XTokAssisted:
         """Generate for all requests, `batch_size` of them at a time. Returns the sequences if `keep`."""
         waiting, numbers, kept = enumerate(requests), dict[Sequence, int](), list[Sequence]()
         results, sent, keep = dict[int, Generation](), 0, keep or streamer is not None
+        shown = advanced("texts", len(requests)) if progress else nullcontext(lambda count: None)
+        with setup.caches.lent(batch_size, current()) as caches, shown as advance:
 
-        def admit(running: list[Sequence]) -> list[Sequence]:
-            new = {start(self.setup, one, caches): number for number, one in islice(waiting, batch_size - len(running))}
-            numbers.update(new)
-            kept.extend(new if keep else ())
-            return list(new)
+            def admit(running: list[Sequence]) -> list[Sequence]:
+                new = {start(setup, one, caches): number for number, one in islice(waiting, batch_size - len(running))}
+                numbers.update(new)
+                kept.extend(new if keep else ())
+                return list(new)
 
-        with advanced("texts", len(requests)) if progress else nullcontext(lambda count: None) as advance:
             for committed in run(admit):
                 for column in columns(kept, sent) if streamer is not None else ():
                     streamer.put(column)
@@ -336,15 +340,5 @@ class XTokAssisted:
                 committed.clear()  # lets go of what has ended before others start
         if streamer is not None:
             streamer.end()
-        _LAST.given[self] = [results[number] for number in sorted(results)]
+        LAST.of_thread[self] = [results[number] for number in sorted(results)]
         return kept
-
-
-class _Last(local):
-    """The results of each instance's last call, by thread."""
-
-    def __init__(self) -> None:
-        self.given = WeakKeyDictionary[XTokAssisted, list[Generation]]()
-
-
-_LAST = _Last()

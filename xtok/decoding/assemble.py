@@ -78,8 +78,8 @@ def assemble(
 
 
 def fitted(setup: Setup) -> Setup:
-    """A setup as its models are now: with fixed shapes and graphs, if they allow them. It knows no timings yet. Raises an
-    `XTokError` if the caller requires what they don't allow.
+    """The setup, with fixed shapes and graphs if its models now allow them. It knows no timings yet. Raises an `XTokError` if
+    the caller requires what they don't allow.
     """
     target, acceptance, stable, shapes = setup.target, setup.acceptance, setup.stable, None
     if stable or (stable is None and acceptance == "match" and traits(target.model).computes_in_half):
@@ -87,13 +87,12 @@ def fitted(setup: Setup) -> Setup:
             shapes = _shapes(target, acceptance)
         except XTokError as error:
             warn_unstable(target, error, stable=stable)
-    models = [target.model, *(one.model for one in setup.drafts if isinstance(one, ModelDraft))]
-    placed = {model: (model.device, model.dtype) for model in models}
+    placed = {model: (model.device, model.dtype) for model in setup.models if not hasattr(model, "_hf_hook")}
     return replace(setup, shapes=shapes, captures=_captured(target.model, setup.drafts, setup.compile), placed=placed)
 
 
 def refitted(setup: Setup) -> Setup:
-    """A setup after a caller changed its models: what was found out about them, and made of their weights, is dropped."""
+    """The setup after a model was changed: what was found out about its models, and made of their weights, is dropped."""
     for model in setup.models:
         forget_verdicts(model)
         forget_packed(model)

@@ -69,11 +69,6 @@ class Setup:
     def caches(self) -> CachePool:
         return CachePool(captures=self.captures)
 
-    @property
-    def is_outdated(self) -> bool:
-        """Whether a model was moved or converted since."""
-        return any((model.device, model.dtype) != place for model, place in self.placed.items())
-
     def with_drafts(self, names: Collection[str]) -> "Setup":
         given = list(names) if isinstance(names, Iterable) and not isinstance(names, str | bytes) else [None]
         if not all(name in self.names for name in given):

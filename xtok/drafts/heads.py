@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from os import PathLike
 from pathlib import Path
@@ -20,8 +20,9 @@ from xtok.drafts.eagle3 import check_eagle3, layers_of_eagle3, load_eagle3, read
 from xtok.drafts.medusa import MedusaDrafter, MedusaHeads
 from xtok.drafts.sequential import SequentialDrafter, SequentialHeads, StateHeads, load_sequential
 from xtok.errors import InvalidInputError, reason, shown
-from xtok.models.cache import device_of, output_embeddings
+from xtok.models.cache import device_of, new_cache, output_embeddings
 from xtok.models.modes import Modes, within
+from xtok.models.recurrent import cached_model
 from xtok.models.traits import Verdicts
 
 LAST = -1
@@ -70,7 +71,8 @@ class HeadsDrafter:
             known["weights"] = tuple(map(float, known.get("weights", ())))
             if len(known["weights"]) not in (0, _SAMPLED):
                 raise ValueError(f"it has {len(known['weights'])} values of the target's embedding")
-            self.trained = HeadsInfo(**{field.name: known[field.name] for field in fields(HeadsInfo) if field.name in known})
+            known.pop("target", None)  # its name, which earlier versions wrote
+            self.trained = HeadsInfo(**known)
             self._hidden_size = _hidden_size(self.trained, self._tensors)
         except Exception as error:  # a file that holds something else makes no sense in many ways
             if not self.file.exists():
@@ -110,6 +112,7 @@ class HeadsDrafter:
         made = self._made(model)
         return made if isinstance(made, StateHeads) else None
 
+    @within(Modes())
     def check(self, model: PreTrainedModel, view: TokenBytes) -> None:
         """Raises `InvalidInputError` unless the heads were trained for this target."""
         if not (isinstance(model, PreTrainedModel) and isinstance(view, TokenBytes)):
@@ -123,6 +126,8 @@ class HeadsDrafter:
         try:
             _check_layers(self.layers_for(model), model)
             self._made(model)
+            ids = torch.zeros((1, 1), dtype=torch.int64, device=device_of(model))
+            cached_model(model, new_cache(model), hidden_layers=self.layers_for(model)).forward(ids, rows=1)
         except Exception as error:
             raise InvalidInputError(f"{self.file} holds no heads for this target: {reason(error)}.") from error
 
@@ -216,7 +221,7 @@ def described(model: PreTrainedModel, view: TokenBytes) -> HeadsInfo:
             f"{type(model).__name__} has no output embedding of its hidden size, {size}, which heads need to share."
         )
     digest = sha256(b"\0".join(b"\1" if piece is None else b"\2" + piece for piece in view.table)).hexdigest()
-    return HeadsInfo(size, digest[:16], _some_weights(model, len(view.table), size))
+    return HeadsInfo(size, digest[:16], _some_weights(model, len(view.table) * size))
 
 
 _SAMPLED, _SPREAD = 64, 2_654_435_761
@@ -226,12 +231,12 @@ _SIMILAR = 0.9
 
 
 @torch.no_grad()
-def _some_weights(model: PreTrainedModel, rows: int, columns: int) -> tuple[float, ...]:
-    """A few values of a target's input embedding, (rows, columns); none if they can't be read, as on no device."""
+def _some_weights(model: PreTrainedModel, size: int) -> tuple[float, ...]:
+    """A few of the first `size` values of a target's input embedding; none if they can't be read, as on no device."""
     weight: Any = getattr(model.get_input_embeddings(), "weight", None)
-    places = torch.arange(1, _SAMPLED + 1, device="cpu") * _SPREAD % (rows * columns)
+    places = torch.arange(1, _SAMPLED + 1, dtype=torch.int64, device="cpu") * _SPREAD % size
     try:
-        values = weight[(places // columns).to(weight.device), (places % columns).to(weight.device)].float().tolist()
+        values = weight.reshape(-1)[places.to(weight.device)].float().tolist()
         return tuple(float(f"{value:.4g}") for value in values)
     except Exception:  # quantised kinds may say in any way that they can't be indexed
         return ()
@@ -239,7 +244,8 @@ def _some_weights(model: PreTrainedModel, rows: int, columns: int) -> tuple[floa
 
 def _similarity(one: Sequence[float], other: Sequence[float]) -> float:
     """The cosine similarity of two rows of numbers."""
-    return float(torch.cosine_similarity(torch.tensor(one), torch.tensor(other), dim=0))
+    first, second = torch.tensor([list(one), list(other)], dtype=torch.float64, device="cpu")
+    return float(torch.cosine_similarity(first, second, dim=0))
 
 
 def save_heads(heads: MedusaHeads | SequentialHeads, trained: HeadsInfo, file: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import Lock, get_ident
 from types import MethodType
 from typing import Any, NamedTuple, TypeGuard
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -178,8 +178,6 @@ class Packing:
 
 
 _PACKINGS = WeakKeyDictionary[nn.Module, Packing | None]()
-_LAYERS = WeakSet[nn.Module]()
-"""The layers of all packings. A layer that several models share is packed for the first of them alone."""
 _LOCK = Lock()
 
 
@@ -212,9 +210,7 @@ def refresh_packed(model: PreTrainedModel) -> Packing | None:
 def forget_packed(model: PreTrainedModel) -> None:
     """Drop the packed weights of a model. They are packed anew when they are needed."""
     with _LOCK:
-        packing = _PACKINGS.pop(model, None)
-        for layer in () if packing is None else packing.layers:
-            _LAYERS.discard(layer)
+        _PACKINGS.pop(model, None)
 
 
 def is_packed(model: PreTrainedModel) -> bool:
@@ -255,11 +251,11 @@ def _made(model: PreTrainedModel) -> Packing | None:
     if not _OPS._is_mkldnn_bf16_supported():  # packing wasn't measured where oneDNN doesn't take bfloat16
         return None
     packable = [layer for layer in model.modules() if _is_plain(layer) and _is_packable(layer.weight)]
-    layers = [layer for layer in packable if layer not in _LAYERS]
+    taken = {layer for packing in _PACKINGS.values() if packing is not None for layer in packing.layers}
+    layers = [layer for layer in packable if layer not in taken]  # one that several models share is packed for the first alone
     size = sum(layer.weight.numel() * layer.weight.element_size() for layer in layers if not _is_small(layer.weight))
     if not layers or size * _SHARE > _memory():
         return None
-    _LAYERS.update(layers)
     return Packing(model, layers)
 
 

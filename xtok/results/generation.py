@@ -5,7 +5,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from os import PathLike
 from pathlib import Path
+from threading import local
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
@@ -119,3 +121,13 @@ def finished(sequence: Sequence) -> Generation:
         prompt=text.data[: text.prompt_size].decode(errors="replace"),
         guess_bytes={token: text.view[token] or b"" for one in sequence.rounds for token in one.tree.tokens},
     )
+
+
+class _Last(local):
+    """The results of each instance's last call, by thread."""
+
+    def __init__(self) -> None:
+        self.of_thread = WeakKeyDictionary[Any, list[Generation]]()
+
+
+LAST = _Last()

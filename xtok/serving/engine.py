@@ -53,14 +53,12 @@ class EngineStats:
 
 @dataclass(eq=False)
 class _Shared:
-    """What requests share until models are changed. `state`: that of the target when its prefixes were last found to hold; None
-    if none are kept.
-    """
+    """What requests share until models are changed. `state`: the target's when kept prefixes were last found to hold."""
 
     setup: Setup
     memory: Memory | None
     caches: CacheSet
-    state: tuple[Any, ...] | None
+    state: tuple[Any, ...] | None = None
 
 
 @dataclass(eq=False)
@@ -135,12 +133,6 @@ class Engine:
         setup = self._xt.setup
         prepared = prepare_one(setup, prompt, dict(arguments))
         with self._changed:
-            if setup is not self._shared.setup:  # a model was changed
-                self._shared = self._shared_by(setup)
-            shared = self._shared
-        most = None if shared.memory is None else shared.memory.limit(prepared)
-        entry = _Entry(Ticket(self._wake), prepared, shared, most)
-        with self._changed:
             if self._closing:
                 raise EngineClosedError("The engine is closed. Submit before you close it, or make another Engine.")
             if len(self._waiting) >= self._queue and len(self._running) + len(self._waiting) >= self._batch_size:
@@ -148,6 +140,12 @@ class Engine:
                     f"{len(self._waiting)} texts wait already, and queue is {self._queue}. Submit this one later, or make the "
                     "Engine with a larger queue."
                 )
+            if setup is not self._xt.setup:  # a model was changed meanwhile
+                return self.submit(prompt, **arguments)
+            if setup is not self._shared.setup:
+                self._shared = self._shared_by(setup)
+            most = None if self._shared.memory is None else self._shared.memory.limit(prepared)
+            entry = _Entry(Ticket(self._wake), prepared, self._shared, most)
             self._waiting.append(entry)
             self._changed.notify_all()
         return entry.ticket
@@ -167,7 +165,7 @@ class Engine:
         if memory is not None:
             room = {model: count * memory.positions for model, count in Counter(setup.models).items()}
         caches = CacheSet(self._batch_size, room, captures=setup.captures, keeps=self._keeps)
-        return _Shared(setup, memory, caches, model_state(setup.target.model) if self._keeps else None)
+        return _Shared(setup, memory, caches)
 
     @property
     def closed(self) -> bool:
@@ -269,13 +267,12 @@ class Engine:
             return self._running[-1]
 
     def _look(self, shared: _Shared) -> None:
-        """Drop from the caches what was computed before the weights or the kernels were changed, as far as that shows."""
+        """Drop from the caches what was computed before the weights or the kernels were changed, if that can be detected."""
         if shared.setup.captures:
             shared.caches.empty()
         for model in shared.setup.models:
             refresh_packed(model)
-        state = shared.state and model_state(shared.setup.target.model)
-        if state != shared.state:
+        if shared.caches.keeps and (state := model_state(shared.setup.target.model)) != shared.state:
             shared.caches.forget()
             shared.state = state
 
@@ -284,7 +281,7 @@ class Engine:
 
     def _has_room(self, entry: _Entry) -> bool:
         """Whether a request can run beside those that do."""
-        if len(self._running) >= self._batch_size or any(one.shared is not entry.shared for one in self._running):
+        if len(self._running) >= self._batch_size or (self._running and self._running[0].shared is not entry.shared):
             return False
         return entry.shared.memory is None or entry.shared.memory.fits([one.prepared for one in (*self._running, entry)])
 
