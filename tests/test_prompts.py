@@ -94,7 +94,11 @@ def test_arguments_of_a_chat_reach_the_drafts_template() -> None:
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a message without a role": ([{"content": "a"}], {}, r"Message 1 of the chat has no role.*'role': 'user'"),
-    "a role that is no text": ([*CHAT, {"role": 5, "content": "a"}], {}, r"Message 2 of the chat has no role"),
+    "a role that is no text": (
+        [*CHAT, {"role": 5, "content": "a"}],
+        {},
+        r"Message 2 of the chat has the role 5; it must be a text",
+    ),
     "a message that is no list": (
         CHAT[0],
         {},

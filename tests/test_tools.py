@@ -9,10 +9,11 @@ from typing import Any
 import openai
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from test_batches import WIDE
 from test_serve import ROOT, Server, serving, tools
+from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 from worlds import deep, examples, fitting, in_turns, tokenizer
@@ -495,19 +496,21 @@ def test_stops_are_looked_for_in_content_alone(client: openai.OpenAI, writes: An
 
 
 @examples(400)
+@example(["aの\n"], ["aの\n", "の"], "")
 @given(
     pieces=st.lists(st.text(alphabet="aの\n<", max_size=4), max_size=8),
     stops=st.lists(st.text(alphabet="aの\n<", min_size=1, max_size=3), min_size=1, max_size=3),
     thought=st.text(alphabet="aの\n", max_size=5),
 )
 def test_content_ends_before_its_first_stop_whatever_was_thought(pieces: list[str], stops: list[str], thought: str) -> None:
+    """Of stops that overlap, the one that is complete first decides, and of those the longest."""
     known, text = Format(CALL_FORMATS["hermes"], THINK), "b" + "".join(pieces)
     reader = Reader(known.template(True), "", TOOLS, stops=stops)
     found = said(written(reader, [f"<think>{thought}", "</think>", "b", *pieces]))
-    first = min((text.find(stop) for stop in stops if stop in text), default=len(text))
-    assert found[0] in (text[:first], text[:first].rstrip())
+    ends = [(text.find(stop) + len(stop), -len(stop)) for stop in stops if stop in text]
+    assert found[0] == text[: sum(min(ends)) if ends else len(text)]
     assert found[1].strip() == thought.strip()
-    assert reader.stopped == any(stop in text for stop in stops)
+    assert reader.stopped == bool(ends)
 
 
 @pytest.mark.parametrize("given", ["", " \n", "{}", '{"city": 5}', "a city", "[1]", '{"city": ', "[" * 9000 + "]" * 9000])
@@ -574,7 +577,7 @@ def test_system_messages_are_merged_into_the_first_where_the_template_takes_one(
 @pytest.mark.parametrize("role", ["function", "ipython", "tool"])
 def test_messages_that_the_template_ignores_are_refused(role: str) -> None:
     given = ("user", "a"), (role, "5"), ("user", "b")
-    with pytest.raises(RequestError, match=rf"ignores message 2 of the chat, whose role is '{role}'") as refused:
+    with pytest.raises(RequestError, match=rf"ignores message 2 of the chat, of role '{role}'") as refused:
         rendered(KNOWN, *given)
     assert refused.value.body["error"]["param"] == "messages"
     with pytest.raises(InvalidInputError, match="ignores message 2"):
@@ -610,3 +613,81 @@ def test_arguments_that_a_template_cannot_read_are_left_out() -> None:
 )
 def test_reasoning_effort_is_the_templates_switch(source: str, effort: str, seen: str) -> None:
     assert rendered(ONE_SYSTEM + source, ("user", "a"), reasoning_effort=effort) == f"user:a\n{seen}"
+
+
+CALL_OF: Any = {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": '{"b": 1}'}}] * 2}
+ONE_CALL = "{% if m.tool_calls and m.tool_calls | length > 1 %}{{ raise_exception('one call') }}{% endif %}"
+NO_BOTH = "{% if m.tool_calls and (m.content and m.reasoning_content) %}{{ raise_exception('not both') }}{% endif %}"
+WRITTEN_OUT = "{% for c in m.tool_calls or [] %}{{ '[' + c.function.arguments + ']' }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("turn", "seen"),
+    [
+        (ONE_CALL + TURN, "user:a\nassistant:\nassistant:\n"),
+        (NO_BOTH + TURN, "user:a\nassistant:b\n"),
+        (WRITTEN_OUT + TURN, 'user:a\n[{"b": 1}][{"b": 1}]assistant:b\n'),
+    ],
+    ids=["one call in a message", "content or reasoning", "arguments as texts"],
+)
+def test_calls_are_sent_back_in_the_form_that_the_template_takes(turn: str, seen: str) -> None:
+    """Found by a hostile trial: what the server returned was refused in the next turn."""
+    tokens = deepcopy(TOKENS)
+    tokens.chat_template = f"{{% for m in messages %}}{turn}{{% endfor %}}"
+    more = {} if seen.count("assistant") > 1 else {"content": "b", "reasoning_content": "c"}
+    body = read(Chat, {"messages": [{"role": "user", "content": "a"}, {**CALL_OF, **more}]})
+    (one,) = submissions_of(body, XTokAssisted((LM, tokens)), Limits())
+    assert tokens.decode(one.prompt.ids) == seen
+
+
+def with_added_markers(template: str) -> Any:
+    """A target whose markers are added tokens, but no control tokens, as Qwen's are."""
+    tokens = deepcopy(tokenizer("byte-level BPE"))
+    markers = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+    tokens.add_tokens([AddedToken(name, special=False, normalized=False) for name in markers])
+    tokens.chat_template = template
+    return fitting(tokens, "Llama", 0, dtype=torch.float32, window=WIDE), tokens
+
+
+@pytest.mark.parametrize("forced", [True, False], ids=["forced", "beside a format"])
+def test_markers_that_are_added_tokens_are_no_text_for_grammars(forced: bool) -> None:
+    """Found by a hostile trial: the grammar forbade the id of the marker that it wanted, and requests were refused."""
+    lm, tokens = with_added_markers("{{ messages[0].content }}{{ tools | length if tools else '' }}{# <tool_call> <think> #}")
+    xt = XTokAssisted((lm, tokens), PromptLookup())
+    call, marks = f"<tool_call>\n{CALL}\n</tool_call>".replace("京都", "a"), ("<think>", "</think>", "<tool_call>")
+    more = {"tool_choice": "required"} if forced else HELD
+    body = read(Chat, {"messages": [{"role": "user", "content": "a <tool_call>"}], "tools": TOOLS[:1], **more})
+    known = format_for(body, format_of(tokens, Parsers()))
+    matcher = matcher_for(body, known, xt, tokens("a").input_ids)
+    for text in (call, f"<think>\nb\n</think>\n{call}", *([] if forced else ['<think>b</think>{"n": 7}', '{"n": 7}'])):
+        one = matcher.deep_copy()
+        ids = tokens(text).input_ids
+        assert {tokens.convert_tokens_to_ids(mark) for mark in marks if mark in text} <= {*ids}
+        assert all(one.consume_token(token) for token in ids) and one.is_accepting(), text
+    with serving(xt) as running, running.client() as own:
+        sampled = {"temperature": 1.0, "seed": 8, "max_tokens": 300, "frequency_penalty": 2.0, "tools": TOOLS[:1]}
+        message, _ = asked(own, False, **sampled, **more)
+        assert not forced or message.tool_calls or message.content or hasattr(message, "reasoning_content")
+
+
+def test_reasoning_tokens_are_those_between_the_marks() -> None:
+    lm, tokens = with_added_markers("{{ messages[0].content }}{# <think> #}")
+    text = "<think>\n" + "猫が " * 7 + "\n</think>\n\nはい"
+    ids = tokens(text, add_special_tokens=False).input_ids
+    first, last = ids.index(tokens.convert_tokens_to_ids("<think>")), ids.index(tokens.convert_tokens_to_ids("</think>"))
+    body = read(Chat, {"messages": [{"role": "user", "content": "a"}]})
+    (one,) = submissions_of(body, XTokAssisted((lm, tokens)), Limits())
+    assert one.follower is not None
+    for end in range(1, len(ids) + 1):
+        one.follower(torch.tensor([[*one.prompt.ids, *ids[:end]]]), None)
+    assert last - first - 6 <= one.follower.reasoning_tokens <= last - first - 1  # without blanks, and half characters
+
+
+def test_tools_that_a_template_needs_are_not_ignored_by_it() -> None:
+    """Found by a hostile trial: a template that fails without tools ended in a raw error, since that was tried."""
+    assert rendered(KNOWN + "{{ tools | length }}", ("user", "a"), tools=TOOLS) == f"user:a\n{len(TOOLS)}"
+
+
+def test_contents_of_which_a_template_cuts_one_end_are_not_ignored() -> None:
+    for cut in ("m.content[:20]", "m.content[-20:]", "m.content.split('|')[0]"):
+        assert rendered(f"{{% for m in messages %}}{{{{ {cut} }}}}{{% endfor %}}", ("user", "a"), ("tool", "5|" + "b" * 40))

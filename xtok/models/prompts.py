@@ -1,7 +1,8 @@
 """Prompts: texts and chats as ids, read as transformers reads them."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from numbers import Integral
@@ -138,7 +139,9 @@ def _chat_of_target(tokenizer: Any, chat: Chat, template: Mapping[str, Any]) -> 
     for number, message in enumerate(chat, start=1):
         for text in message.values():
             _check_encodable(text)
-        if not isinstance(message.get("role"), str):
+        if not isinstance(message.get("role", ""), str):
+            raise InvalidInputError(f"Message {number} of the chat has the role {shown(message['role'])}; it must be a text.")
+        if "role" not in message:
             raise InvalidInputError(
                 f"Message {number} of the chat has no role, only {', '.join(map(repr, message)) or 'nothing'}. "
                 "Give each message as {'role': 'user', 'content': '…'}."
@@ -153,40 +156,41 @@ def _chat_of_target(tokenizer: Any, chat: Chat, template: Mapping[str, Any]) -> 
         raise InvalidInputError(f"The target's chat template refuses the chat{remedy}: {error}") from error
     if ids is None:
         raise InvalidInputError("The target's tokenizer has no chat template. Pass the prompt as a text.")
-    if template.get("tools") and ids == chat_ids(tokenizer, chat, {**template, "tools": None}):
-        raise UnsupportedArgumentError(
-            "The target's chat template ignores tools, so the model wouldn't see them. Leave tools out."
-        )
+    if template.get("tools"):
+        without = None
+        with suppress(Exception):  # which a template may refuse
+            without = chat_ids(tokenizer, chat, {**template, "tools": None})
+        if ids == without:
+            raise UnsupportedArgumentError(
+                "The target's chat template ignores tools, so the model wouldn't see them. Leave tools out."
+            )
     _check_rendered(tokenizer, chat, template)
     return ids
 
 
 def _check_rendered(tokenizer: Any, chat: Chat, template: Mapping[str, Any]) -> None:
-    """Raises `InvalidInputError` for a message that the template leaves out, now and after the user's last message: some render
-    the system message only there. Contents beside calls may be left out.
+    """Raises `InvalidInputError` for a message of a system, a tool or the like that the template ignores, now and after the
+    user's last message: some render the system message only there.
     """
-    marks = {
-        number: f"xtok{number}mark"
-        for number, message in enumerate(chat)
-        if isinstance(message.get("content"), str) and message["content"] and not message.get("tool_calls")
-    }
-    marked: list[Message] = list(chat)
-    for number, mark in marks.items():
-        marked[number] = {**chat[number], "content": chat[number]["content"] + mark}
-    turns = [i for i, message in enumerate(chat) if message["role"] == "user"]
-    seen = ""
-    for end in (len(chat), turns[-1] + 1 if turns else 0):
+    left, marked = set[int](), list[Message](chat)
+    for number, message in enumerate(chat):
+        if message["role"] not in ("user", "assistant") and isinstance(message.get("content"), str) and message["content"]:
+            left.add(number)
+            mark = f"xtok{number}mark"  # at both ends, of which templates may cut one
+            marked[number] = {**message, "content": f"{mark} {message['content']} {mark}"}
+    last = max((number for number, message in enumerate(chat) if message["role"] == "user"), default=len(chat) - 1)
+    for end in (len(chat), last + 1) if left else ():
         try:
-            seen += _applied(tokenizer, marked[:end], template, tokenize=False) if end else ""
+            seen = _applied(tokenizer, marked[:end], template, tokenize=False)
         except Exception:  # it depends on what the contents are
             return
-        if all(mark in seen for mark in marks.values()):
-            return
-    number = next(number for number, mark in marks.items() if mark not in seen)
-    raise InvalidInputError(
-        f"The target's chat template ignores message {number + 1} of the chat, whose role is {shown(chat[number]['role'])}, so "
-        "the model wouldn't see it. Give it another role, or leave it out."
-    )
+        left -= set(map(int, re.findall(r"xtok(\d+)mark", seen)))
+    if left:
+        number = min(left)
+        raise InvalidInputError(
+            f"The target's chat template ignores message {number + 1} of the chat, of role {shown(chat[number]['role'])}, so "
+            "the model wouldn't see it. Give it another role, or leave it out."
+        )
 
 
 def _check_role(role: str, template: str) -> None:

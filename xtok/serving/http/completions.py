@@ -24,7 +24,7 @@ from xtok.serving.http.middleware import context_of, failure, unless_disconnecte
 from xtok.serving.http.processors import Picked
 from xtok.serving.http.protocol import Body, Chat, Completion, Limits, RequestError
 from xtok.serving.http.reading import Part, Written
-from xtok.serving.http.requests import Echo, Submission, ignored, submissions_of
+from xtok.serving.http.requests import Submission, ignored, submissions_of
 from xtok.serving.http.service import LATER, Service, full
 from xtok.serving.ticket import Ticket
 
@@ -107,8 +107,8 @@ class PendingAnswer:
         except Exception as error:
             raise failure(self._context, error) from error
         choices = [
-            self._answer.choice(index, written, picked[index] if self._records else None, self._finish_reason(index), one.echo)
-            for index, (written, one) in enumerate(zip(self._written, self._submissions, strict=True))
+            self._answer.choice(index, written, picked[index] if self._records else None, self._finish_reason(index))
+            for index, written in enumerate(self._written)
         ]
         timed: dict[str, Any] = {} if self._done is None else {"timings": self.timings()}
         return self._answer.body(choices, usage=self.usage(), **timed)
@@ -149,10 +149,6 @@ class PendingAnswer:
         chunk, delta = partial(self._answer.body, is_chunk=True), self._answer.delta
         for index in range(len(self._submissions)) if self._answer.chat else ():
             yield chunk([delta(index, {"role": "assistant", "content": ""})], **more)
-        for index, echo in enumerate(one.echo for one in self._submissions):
-            if echo is not None:
-                reason = None if self._context.tickets else self._finish_reason(index)
-                yield chunk([delta(index, {"content": echo.text}, echo.picked if self._records else None, reason)], **more)
         async with aclosing(self.events()) as found:
             async for event in found:
                 picked, calls = event.picked if self._records else None, len(self._written[event.choice].calls)
@@ -163,11 +159,17 @@ class PendingAnswer:
                 if event.ended is not None:
                     timed = more if self._done is None else {**more, "timings": self.timings()}
                     yield chunk([delta(event.choice, {}, finish_reason=self._finish_reason(event.choice))], **timed)
+        for index in range(len(self._submissions)) if not self._context.tickets else ():
+            yield chunk([delta(index, {}, finish_reason=self._finish_reason(index))], **more)
         if self._body.includes_usage:
             yield chunk([], usage=self.usage())
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        """Yield the events of all texts, and count them in the metrics. There are none if only the prompt is requested."""
+        """Yield the events of all texts, and count them in the metrics. Echoes come first; there may be nothing else."""
+        for index, echo in enumerate(one.echo for one in self._submissions):
+            if echo is not None:
+                self._written[index].add(Part("content", echo.text))
+                yield Event(index, [Part("content", echo.text)], echo.picked)
         if not self._context.tickets:
             return
         async with aclosing(events(self._submissions, self._context.tickets, self._view)) as found:
@@ -191,23 +193,12 @@ class PendingAnswer:
         return usage(self._submissions, [self._ended[index] for index in sorted(self._ended)], self._body.n or 1)
 
     def reasoning_tokens(self) -> int:
-        """How many tokens of reasoning the texts begin with, without the marks around it."""
-        sizes = [len(one.text("reasoning").encode()) for one in self._written]
-        return sum(_count(self._view, self._ended[choice].token_ids, sizes[choice]) for choice in self._ended)
+        return sum(one.follower.reasoning_tokens for one in self._submissions if one.follower is not None)
 
     def timings(self) -> dict[str, float]:
         assert self._first is not None and self._done is not None
         until_first, generating = self._first - self._context.start, self._done - self._first
         return timings(self.read, list(self._ended.values()), until_first, generating)
-
-
-def _count(view: TokenBytes, ids: Sequence[int], size: int) -> int:
-    """How many ids have the first `size` bytes."""
-    found = 0
-    while size > 0 and found < len(ids):
-        size -= len(view[ids[found]] or b"")
-        found += 1
-    return found
 
 
 def sse_data(event: dict[str, Any]) -> str:
@@ -231,13 +222,9 @@ class Answer:
         kind = f"chat.completion{'.chunk' if is_chunk else ''}" if self.chat else "text_completion"
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices, **more}
 
-    def choice(
-        self, index: int, written: Written, picked: list[Picked] | None, finish_reason: str, echo: Echo | None
-    ) -> dict[str, Any]:
+    def choice(self, index: int, written: Written, picked: list[Picked] | None, finish_reason: str) -> dict[str, Any]:
         """A whole text. `picked` is None if nothing is recorded."""
-        before = "" if echo is None else echo.text
-        content = {"message": _message(written)} if self.chat else {"text": before + written.text("content")}
-        picked = picked if picked is None or echo is None else [*echo.picked, *picked]
+        content = {"message": _message(written)} if self.chat else {"text": written.text("content")}
         return {"index": index, **content, "logprobs": self._logprobs(picked), "finish_reason": finish_reason}
 
     def delta(

@@ -77,7 +77,7 @@ async def _events(choice: int, one: Submission, ticket: Ticket, view: TokenBytes
     pieces: Any = aiter(ticket)
     async with aclosing(pieces):
         async for piece in pieces:
-            parts, size = reader.read(piece) if follower is None else follower.parts(), reader.size
+            parts, size = (reader.read(piece), reader.size) if follower is None else follower.parts()
             if record is not None:
                 (late, late_size), (parts, size) = (parts, size), (late, late_size)
             if parts:
@@ -85,5 +85,5 @@ async def _events(choice: int, one: Submission, ticket: Ticket, view: TokenBytes
     ended = ticket.result()
     if record is not None:
         record.end(ended.token_ids[-1])
-    late += [] if follower is None else follower.parts(final=True)
+    late += [] if follower is None else follower.end()
     yield Event(choice, [*late, *reader.end()], shown.until(reader.size if reader.stopped else inf), ended)

@@ -57,7 +57,7 @@ def failure(context: RequestContext, error: Exception) -> RequestError:
             "The server is stopping, and ended the text.", status=503, kind="server_error", code="server_stopping"
         )
     if isinstance(error, GrammarError):
-        return RequestError(f"The text can't follow this response_format any further: {error}", "response_format")
+        return RequestError(f"The text can't follow the grammar of this request's format or tools any further: {error}")
     return RequestError(f"{type(error).__name__} ended the text. See the server's log.", status=500, kind="server_error")
 
 

@@ -33,12 +33,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 _LABELS = ("client_metadata", "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier")
 """Fields of OpenAI's API that change no text."""
 _IGNORED = ("service_tier", "store", "verbosity")
-"""Fields that a text could do without. That they have no effect is logged."""
+"""Fields that are accepted without effect; the log names them."""
 _NOT_FOR_RACES = ("echo", "logprobs", "top_logprobs", "stream", "stream_options", "user")
 _FIELD = re.compile(r"(?!(str|int|float|bool)$)[a-z_]+")
 """A field's name in the place of a fault, in which pydantic also names the types that it tried."""
-_LARGE = re.compile(rb"\d[eE]\+?\d{3}|\d{309}")
-"""What is in numbers that are too large for a float."""
+_LARGE = re.compile(rb"[eE]\+?\d\d|\d{300}")
+"""What is in all numbers that are too large for a float."""
 Item = TypeVar("Item")
 B = TypeVar("B", bound="Body")
 Items = Annotated[list[Item], Field(fail_fast=True)]
@@ -266,11 +266,11 @@ def fields_of(kind: type[F], given: bytes | dict[str, Any]) -> F:
 
 
 def _values(given: bytes) -> Any:
-    """What JSON text says. Raises `RequestError` for what is none, and for numbers that JSON or a float can't hold."""
+    """Parse JSON. Raises `RequestError` if it is invalid, or has a number that is too large for a float."""
     try:
         found = from_json(given, allow_inf_nan=False)
     except ValueError as error:
-        raise RequestError(f"The body is not JSON, which has no NaN and no Infinity: {error}.") from None
+        raise RequestError(f"The body isn't valid JSON (NaN and Infinity aren't allowed): {error}.") from None
     left = [found] if _LARGE.search(given) else []
     while left:
         one = left.pop()

@@ -56,8 +56,8 @@ class Written:
 
 
 class Cut:
-    """Ends a text before the first stop string in it, in time linear in the text's length. What may begin a stop string is held
-    back. `held`: that; once a stop string is `found`, it and what came with it.
+    """Ends a text before the first stop string in it, in time linear in the text's length. `held`: text that isn't returned
+    yet, because it may begin a stop string; once one is `found`, that and the rest of its piece.
     """
 
     def __init__(self, stops: Sequence[str] = ()) -> None:
@@ -136,6 +136,7 @@ class Reader:
         self._spaces: list[str] = []  # they are left out before a mark
         self._read: list[str] = []
         self._start: int | None = None  # where the call begins that is being read
+        self._before = 0  # how many bytes the text has before that call
         self._left = most
 
     @property
@@ -145,8 +146,8 @@ class Reader:
 
     @property
     def size(self) -> int:
-        """How many bytes of the text were read and are no part of a stop string."""
-        return self._size - len(self._cut.held.encode())
+        """How many bytes of the text were read, without what may be a stop string, and without a call that isn't complete."""
+        return (self._size if self._start is None else self._before) - len(self._cut.held.encode())
 
     def read(self, text: str) -> list[Part]:
         """The parts in a further piece of text. What may end a mark is parsed alone, so that malformed calls are located."""
@@ -217,7 +218,9 @@ class Reader:
 
     def _call(self, event: dict[str, Any]) -> Iterator[Part]:
         if event["type"] == "region_open":
-            self._start = max((one.start() for one in self._opens.finditer("".join(self._read))), default=0)
+            text = "".join(self._read)
+            self._start = max((one.start() for one in self._opens.finditer(text)), default=0)
+            self._before = len(text[: self._start].encode())
         elif event["type"] == "region_close":
             try:
                 calls = [Part("call", text, name, uuid4().hex[:9]) for name, text in calls_of(event["value"])]
@@ -282,20 +285,38 @@ class Follower(StoppingCriteria):
     def __init__(self, reader: Reader, view: TokenBytes, names: Mapping[int, bytes], start: int) -> None:
         self._reader, self._view, self._names, self._read = reader, view, names, start
         self._decoder = utf8_decoder()
-        self._parts = SimpleQueue[list[Part]]()
+        self._parts, self._size = SimpleQueue[tuple[list[Part], int]](), 0
+        self._reasoning = (0, -1)
 
     def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
         """Whether each row ends here, (1,), bool. `input_ids`: (1, length). Called when an id is committed."""
         rows: Tensor = input_ids
         new = b"".join(self[token] for token in rows[0, self._read :].tolist())
         self._read = rows.shape[1]
-        self._parts.put(self._reader.read(self._decoder.decode(new)))
+        parts = self._reader.read(self._decoder.decode(new))
+        if any(part.kind == "reasoning" for part in parts):
+            first, last = self._reasoning
+            self._reasoning = first if last >= 0 else self._read, self._read
+        self._parts.put((parts, self._reader.size))
         return torch.full((len(rows),), self._reader.stopped, dtype=torch.bool, device=rows.device)
 
     def __getitem__(self, token: int) -> bytes:
         return self._names.get(token) or self._view[token] or b""
 
-    def parts(self, *, final: bool = False) -> list[Part]:
-        """The parts that came since the last call. `final`: whether the text has ended."""
-        found = [part for _ in range(self._parts.qsize()) for part in self._parts.get()]
-        return _joined([*found, *self._reader.read(self._decoder.decode(b"", True))] if final else found)
+    @property
+    def reasoning_tokens(self) -> int:
+        """How many ids the reasoning has, without the marks around it."""
+        first, last = self._reasoning
+        return last - first + 1
+
+    def parts(self) -> tuple[list[Part], int]:
+        """The parts that came since the last call, and the reader's `size` after them."""
+        found = list[Part]()
+        for _ in range(self._parts.qsize()):
+            parts, self._size = self._parts.get()
+            found += parts
+        return _joined(found), self._size
+
+    def end(self) -> list[Part]:
+        """The parts that are left when the text has ended."""
+        return _joined([*self.parts()[0], *self._reader.read(self._decoder.decode(b"", True))])

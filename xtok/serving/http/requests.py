@@ -1,20 +1,25 @@
 """A checked request as arguments of `Engine.submit`."""
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from json import loads
+from json import dumps, loads
 from typing import Any, NamedTuple
 
+import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
 from xtok.align.text import SequenceText, utf8_decoder
 from xtok.assisted import XTokAssisted
+from xtok.decoding.arguments import check_ids
 from xtok.drafts.lookup import Prediction
 from xtok.errors import InvalidInputError, UnsupportedArgumentError
 from xtok.models.cache import context_window, vocabulary_size
+from xtok.models.probe import traits
 from xtok.models.prompts import KnownPrompt, Prompt, is_chat, is_several, prompt_ids
 from xtok.sampling.grammar import Grammar
+from xtok.serving.http.chats import other_forms
 from xtok.serving.http.formats import AUTO, Format, Parsers, format_of
 from xtok.serving.http.processors import Penalties, Picked, Record, prompt_picks
 from xtok.serving.http.protocol import MOST, Body, Chat, Completion, Limits, RequestError
@@ -61,12 +66,17 @@ def submissions_of(body: Completion | Chat, xt: XTokAssisted, limits: Limits, pa
         same["prediction"] = Prediction(predicted)
     prompts, found = _prompts(body, xt), list[Submission]()
     if len(prompts) * (body.n or 1) > MOST:
-        raise RequestError(f"{len(prompts)} prompts with {body.n or 1} texts each are more than {MOST}.", "n")
-    for given in prompts:
-        prompt = _read(given, template, xt, "messages" if isinstance(body, Chat) else "prompt")
+        raise RequestError(
+            f"{len(prompts)} prompts with {body.n or 1} texts each are more than {MOST}.", "n" if body.n else "prompt"
+        )
+    read = [_read(given, template, xt, "messages" if isinstance(body, Chat) else "prompt") for given in prompts]
+    lengths_of = [_lengths(body, xt, len(prompt.ids), limits) for prompt in read]
+    echoes = dict[tuple[int, ...], Echo | None]()
+    for prompt, lengths in zip(read, lengths_of, strict=True):
         ids = prompt.ids
-        lengths = _lengths(body, xt, len(ids), limits)
-        matcher, echo = matcher or matcher_for(body, known, xt, ids), _echo(body, prompt, xt)
+        matcher = matcher or matcher_for(body, known, xt, ids)
+        if (key := tuple(ids)) not in echoes:
+            echoes[key] = _echo(body, prompt, xt)
         for number in range(body.n or 1):
             record = _record(body)
             arguments = {**same, **lengths, **_processors(body, xt, record, len(ids), matcher)}
@@ -77,7 +87,7 @@ def submissions_of(body: Completion | Chat, xt: XTokAssisted, limits: Limits, pa
                 arguments["stopping_criteria"] = StoppingCriteriaList([follower])
             elif body.stops:
                 arguments["stop_strings"] = body.stops
-            found.append(Submission(prompt, arguments, record, reader, follower, echo))
+            found.append(Submission(prompt, arguments, record, reader, follower, echoes[key]))
     return found
 
 
@@ -86,11 +96,13 @@ def _echo(body: Completion | Chat, prompt: KnownPrompt, xt: XTokAssisted) -> Ech
         return None
     read, decoder, picked, offset = SequenceText(xt.target.vocabulary.view, []), utf8_decoder(), list[Picked](), 0
     picks = None if body.logprobs is None else prompt_picks(xt.model, prompt.ids, body.logprobs)
+    text = prompt.prompt if isinstance(prompt.prompt, str) else read.view.to_bytes(prompt.ids).decode(errors="replace")
     for one in picks or ():
         read.append(one.id)
         picked.append(one._replace(offset=offset))
-        offset += len(decoder.decode(read.pieces[-1]))
-    text = prompt.prompt if isinstance(prompt.prompt, str) else read.view.to_bytes(prompt.ids).decode(errors="replace")
+        name = "" if read.pieces[-1] else str(xt.tokenizer.convert_ids_to_tokens(one.id))
+        is_written = bool(name) and text.startswith(name, offset)  # a control token that the prompt names
+        offset += len(name) if is_written else len(decoder.decode(read.pieces[-1]))
     return Echo(text, picked)
 
 
@@ -101,40 +113,23 @@ def ignored(body: Completion | Chat, xt: XTokAssisted) -> list[str]:
 
 
 def _read(prompt: Prompt, template: dict[str, Any], xt: XTokAssisted, field: str) -> KnownPrompt:
-    """A prompt with its ids. A chat that the template refuses is read with one system message at its beginning, and without
-    arguments of calls that are no objects. Raises `RequestError`.
-    """
+    """A prompt with its ids. A chat that the template refuses is tried in other forms. Raises `RequestError`."""
     _check_size(prompt, template, xt, field)
-    plain = _plain(prompt) if is_chat(prompt) else prompt
-    try:
+    refusal: InvalidInputError | UnsupportedArgumentError | None = None
+    for form in other_forms(prompt) if is_chat(prompt) else [prompt]:
         try:
-            return KnownPrompt(prompt, prompt_ids(xt.tokenizer, prompt, None, template))
-        except InvalidInputError:
-            if plain == prompt:
-                raise
-            return KnownPrompt(plain, prompt_ids(xt.tokenizer, plain, None, template))
-    except (InvalidInputError, UnsupportedArgumentError) as error:
-        raise RequestError(str(error), field if isinstance(error, InvalidInputError) else "tools") from error
-
-
-def _plain(chat: Any) -> list[dict[str, Any]]:
-    """A chat with all system messages in one, at its beginning, and with objects as arguments of all calls."""
-    system = [message for message in chat if message.get("role") in ("system", "developer")]
-    rest = [message for message in chat if message not in system]
-    found = [{**system[0], "content": "\n\n".join(message["content"] for message in system)}] if system else []
-    for message in rest:
-        calls = [
-            one if isinstance(one["function"]["arguments"], dict) else {**one, "function": {**one["function"], "arguments": {}}}
-            for one in message.get("tool_calls", ())
-        ]
-        found.append({**message, **({"tool_calls": calls} if calls else {})})
-    return found
+            ids = prompt_ids(xt.tokenizer, form, None, template)
+            check_ids(torch.tensor(ids, dtype=torch.int64, device="cpu"), traits(xt.model).ids_read)
+            return KnownPrompt(form, ids)
+        except (InvalidInputError, UnsupportedArgumentError) as error:  # noqa: PERF203 # others may be taken
+            refusal = refusal or error
+    assert refusal is not None
+    raise RequestError(str(refusal), field if isinstance(refusal, InvalidInputError) else "tools") from refusal
 
 
 def _prompts(body: Completion | Chat, xt: XTokAssisted) -> list[Prompt]:
     if isinstance(body, Chat):
-        knows_developers = "developer" in _source(xt)
-        return [[_message(message, number, knows_developers) for number, message in enumerate(body.messages)]]
+        return [[_message(message, number, _source(xt)) for number, message in enumerate(body.messages)]]
     given = body.prompt
     prompts: list[Any] = list(given) if given and is_several(given) else [given]
     return prompts
@@ -178,15 +173,15 @@ def _joined(content: Any, field: str) -> str:
     return text
 
 
-def _message(given: dict[str, Any], number: int, knows_developers: bool) -> dict[str, Any]:
-    """A message as chat templates read it: text parts are joined, and arguments of calls parsed. The role "developer" becomes
-    "system" unless the template has it. Raises `RequestError`.
+def _message(given: dict[str, Any], number: int, source: str) -> dict[str, Any]:
+    """A message as chat templates read it: text parts are joined, and arguments of calls parsed. `source`: the template's text.
+    Raises `RequestError`.
     """
     field = f"messages.{number}"
     message = {name: value for name, value in given.items() if value is not None and (name, value) != ("tool_calls", [])}
-    if not {"content", "tool_calls", "reasoning_content"} & message.keys():
+    if message.get("role") != "assistant" and not {"content", "tool_calls"} & message.keys():
         raise RequestError("A message needs content, or tool_calls.", f"{field}.content")
-    if message.get("role") == "developer" and not knows_developers:
+    if message.get("role") == "developer" and not re.search("""['"]developer['"]""", source):
         message["role"] = "system"
     message["content"] = _joined(message.get("content", ""), f"{field}.content")
     if "tool_calls" in message:
@@ -220,6 +215,7 @@ def _call(call: Any, field: str) -> dict[str, Any]:
     if isinstance(given, str):
         try:
             arguments = loads(given) if given.strip() else {}
+            dumps(arguments, ensure_ascii=False).encode()  # half a character can't be
         except (RecursionError, ValueError):
             arguments = given
     return {**call, "function": {**function, "arguments": arguments}}
@@ -262,7 +258,7 @@ def _lengths(body: Completion | Chat, xt: XTokAssisted, read: int, limits: Limit
     if isinstance(body, Chat):
         requested = requested or body.max_completion_tokens or limits.default
     room = limits.tokens if window is None else min(limits.tokens, window - read)
-    if room < 1:
+    if room < (requested != 0):
         raise RequestError(
             f"The prompt has {read} tokens; the model's context window is {window}, which leaves no room for a text.",
             "messages" if isinstance(body, Chat) else "prompt",

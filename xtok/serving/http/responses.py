@@ -3,6 +3,7 @@
 Nothing is kept between requests.
 """
 
+import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from itertools import count
@@ -16,7 +17,7 @@ from sse_starlette.sse import EventSourceResponse
 
 from xtok.serving.http.completions import PendingAnswer, sse_data, started
 from xtok.serving.http.middleware import context_of, failure, unless_disconnected
-from xtok.serving.http.protocol import Chat, Fields, FunctionName, Items, RequestError, Schema, read
+from xtok.serving.http.protocol import Chat, Fields, FunctionName, Items, RequestError, Schema, StreamOptions, read
 from xtok.serving.http.reading import Part
 from xtok.serving.http.service import Service
 
@@ -40,14 +41,15 @@ class Text(Fields):
     verbosity: str | None = None
 
 
+class Reasoning(Fields):
+    effort: str | None = None
+    summary: str | None = None
+
+
 class FunctionChoice(FunctionName):
     """A function that has to be called."""
 
     type: Literal["function"]
-
-
-class StreamOptions(Fields):
-    include_obfuscation: bool | None = None
 
 
 def _check_included(name: str) -> str:
@@ -78,7 +80,7 @@ class Responses(Fields):
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
     include: list[Annotated[str, AfterValidator(_check_included)]] | None = None
-    reasoning: dict[str, Any] | None = None
+    reasoning: Reasoning | None = None
     seed: int | None = None
     top_k: int | None = None
     min_p: float | None = None
@@ -87,11 +89,11 @@ class Responses(Fields):
 
     @property
     def ignored(self) -> list[str]:
-        """Nothing is stored, no reasoning is encrypted or summarised, and texts are as long as they are."""
+        """The names of fields that have no effect here, though clients may expect one."""
         given = {
             "store": self.store,
             "include": self.include,
-            "reasoning.summary": (self.reasoning or {}).get("summary"),
+            "reasoning.summary": self.reasoning and self.reasoning.summary,
             "text.verbosity": self.text and self.text.verbosity,
         }
         return [*super().ignored, *(name for name, value in given.items() if value)]
@@ -106,7 +108,7 @@ def chat_of(body: Responses) -> Chat:
     """The request as a chat. Raises `RequestError` for what a chat can't hold."""
     fields: dict[str, Any] = {name: getattr(body, name) for name in (*_SAME, *_MORE)}
     fields |= {"messages": _messages(body), "max_completion_tokens": body.max_output_tokens}
-    fields["reasoning_effort"] = (body.reasoning or {}).get("effort")
+    fields["reasoning_effort"] = body.reasoning and body.reasoning.effort
     fields["tools"] = None if body.tools is None else [_tool(tool, number) for number, tool in enumerate(body.tools)]
     choice = body.tool_choice
     named = {"type": "function", "function": {"name": choice.name}} if isinstance(choice, FunctionChoice) else choice
@@ -125,7 +127,8 @@ def as_named_here(error: RequestError) -> RequestError:
     fault = error.body["error"]
     name = (fault["param"] or "").partition(".")[0]
     if name in _NAMES:
-        error.body = {"error": {**fault, "message": str(error).replace(name, _NAMES[name]), "param": _NAMES[name]}}
+        message = re.sub(rf"^{name}\b", _NAMES[name], str(error))
+        error.body = {"error": {**fault, "message": message, "param": _NAMES[name]}}
     return error
 
 
@@ -141,15 +144,15 @@ def _tool(tool: dict[str, Any], number: int) -> dict[str, Any]:
 def _messages(body: Responses) -> list[dict[str, Any]]:
     """A request's input as messages. Tool calls become part of the assistant's message that they follow."""
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
-    found = list[dict[str, Any]]()
-    if body.instructions:
-        found.append({"role": "system", "content": body.instructions})
+    found: list[dict[str, Any]] = [{"role": "system", "content": body.instructions}] if body.instructions else []
     for number, item in enumerate(items):
         message = _message(item, f"input.{number}")
         last = found[-1] if found else {}
-        if message["role"] == last.get("role") == "assistant" and "content" not in last.keys() & message.keys():
+        begins = "reasoning_content" in message and bool(last.keys() & {"content", "tool_calls"})
+        if message["role"] == last.get("role") == "assistant" and not begins and "content" not in last.keys() & message.keys():
             calls = [*last.get("tool_calls", []), *message.get("tool_calls", [])]
-            last |= message | ({"tool_calls": calls} if calls else {})
+            thought = "".join(one.get("reasoning_content", "") for one in (last, message))
+            last |= message | ({"tool_calls": calls} if calls else {}) | ({"reasoning_content": thought} if thought else {})
         else:
             found.append(message)
     return found
@@ -321,7 +324,7 @@ class _Answer:
 
     def _object(self, status: str) -> dict[str, Any]:
         """OpenAI's response object, without output."""
-        other = {"input", "stream", "stream_options", "model", "include"}
+        other = {"input", "stream", "stream_options", "model", "include", "service_tier"}
         asked = self._body.model_dump(by_alias=True, exclude=other, exclude_none=True)
         usual: dict[str, Any] = {
             "instructions": None,

@@ -8,7 +8,7 @@ from typing import Any
 
 from xtok.assisted import XTokAssisted
 from xtok.models.cache import end_ids
-from xtok.serving.http.formats import FORCED, Format
+from xtok.serving.http.formats import FORCED, CallFormat, Format
 from xtok.serving.http.processors import matcher_of
 from xtok.serving.http.protocol import Body, Chat, RequestError, ToolChoice
 from xtok.serving.http.reading import Follower, Reader
@@ -23,10 +23,10 @@ def format_for(body: Chat, known: Format) -> Format:
     """How a chat's text is written: in the target's own format, unless calls are forced for which that has no grammar. Raises
     `RequestError` for tools beside a response format if a grammar can't tell the target's calls from other JSON.
     """
-    has_grammar = known.own is None and known.calls is not None and bool(known.calls.call)
+    calls = known.calls if known.own is None and known.calls is not None and known.calls.call else None
     if body.forced:
-        return known if has_grammar else replace(known, calls=FORCED, own=None)
-    if body.offers_tools and body.has_format and not (has_grammar and known.calls is not None and known.calls.is_marked):
+        return known if calls else replace(known, calls=FORCED, own=None)
+    if body.offers_tools and body.has_format and not (calls and calls.is_marked):
         raise RequestError(
             "This target's calls of tools can't be told from other JSON, so response_format can't be combined with tools. "
             'Leave one of them out, or set tool_choice to "none".',
@@ -51,8 +51,8 @@ def reader_of(body: Chat, known: Format, xt: XTokAssisted, ids: Sequence[int]) -
     ends = set(end_ids(xt.model))
     names = {
         token: name.encode()
-        for name, token in _controls(xt).items()
-        if token not in ends and (known.own is not None or name in known.markers)
+        for name, token in _added(xt).items()
+        if xt.target.vocabulary.view[token] is None and token not in ends and (known.own is not None or name in known.markers)
     }
     return reader, Follower(reader, xt.target.vocabulary.view, names, len(ids))
 
@@ -68,7 +68,7 @@ def matcher_for(body: Body, known: Format, xt: XTokAssisted, ids: Sequence[int])
     formats = [_format_schema(body)] if body.has_format else []
     ending = ending_of(xt, ids)
     try:
-        grammar, plain = (grammar_of(body, known, ending, controls) for controls in (_controls(xt), {}))
+        grammar, plain = (grammar_of(body, known, ending, added) for added in (_added(xt), {}))
         schemas = [*map(_schema, functions), *formats]
         return matcher_of(xt.tokenizer, next(iter(end_ids(xt.model)), None), grammar, plain, schemas)
     except (ImportError, ValueError) as error:
@@ -96,35 +96,39 @@ def _format_schema(body: Body) -> Any:
     return requested.json_schema.schema_
 
 
-def grammar_of(body: Body, known: Format, prompt: str, controls: Mapping[str, int]) -> str:
-    """The grammar of a text in llguidance's Lark. `prompt`: its end, which may have opened the reasoning already. `controls`:
-    the ids of control tokens, by name; the grammar refers to them by id.
+def grammar_of(body: Body, known: Format, prompt: str, added: Mapping[str, int]) -> str:
+    """The grammar of a text in llguidance's Lark. `prompt`: its end, which may have opened the reasoning already. `added`: the
+    ids of added tokens, by name. The grammar refers to them by id: llguidance takes none of them for text.
     """
     rules, answers = list[str](), list[str]()
-    if functions := _functions(body):
-        assert isinstance(body, Chat)
-        assert known.calls is not None
-        before, _, after = known.calls.call.partition("ARGUMENTS")
-        choices = []
-        for number, function in enumerate(functions):
-            named = before.replace("NAME", function["name"])
-            choices.append(f"{_literal(named, controls)} arguments{number} {_literal(after, controls)}")
-            rules.append(f"arguments{number}: %json {dumps(_schema(function))}")
-        rules.append(f"call: {' | '.join(choices)}")
-        is_named = isinstance(body.tool_choice, ToolChoice)
-        several = known.calls.separator is not None and not is_named and body.parallel_tool_calls is not False
-        more = f"({_literal(known.calls.separator or '', controls)} call)*" if several else ""
-        first, last = (_literal(text, controls) for text in known.calls.around)
-        answers.append(f"{first} call {more} {last}")
+    if (functions := _functions(body)) and isinstance(body, Chat) and known.calls is not None:
+        several = not isinstance(body.tool_choice, ToolChoice) and body.parallel_tool_calls is not False
+        rules += _call_rules(functions, known.calls, added, several=several)
+        answers.append("calls")
     if body.has_format:
         rules.append(f"format: %json {dumps(_format_schema(body))}")
         answers.append("format")
     thought = ""
     if known.reasoning is not None and not known.closes_reasoning(prompt):
         opening, closing = known.reasoning
-        rules += _thought(closing, controls)
-        thought = "reasoned" if known.opens_reasoning(prompt) else f"({_literal(opening, controls)} reasoned)?"
+        rules += _thought(closing, added)
+        thought = "reasoned" if known.opens_reasoning(prompt) else f"({_literal(opening, added)} reasoned)?"
     return "\n".join([f"start: {thought} ({' | '.join(answers)})", *rules])
+
+
+def _call_rules(
+    functions: Sequence[Mapping[str, Any]], known: CallFormat, added: Mapping[str, int], *, several: bool
+) -> list[str]:
+    """The rules for calls of some functions. `several`: whether there may be more than one call."""
+    rules, choices = list[str](), list[str]()
+    before, _, after = known.call.partition("ARGUMENTS")
+    for number, function in enumerate(functions):
+        named = before.replace("NAME", function["name"])
+        choices.append(f"{_literal(named, added)} arguments{number} {_literal(after, added)}")
+        rules.append(f"arguments{number}: %json {dumps(_schema(function))}")
+    more = f"({_literal(known.separator, added)} call)*" if several and known.separator is not None else ""
+    first, last = (_literal(text, added) for text in known.around)
+    return [f"calls: {first} call {more} {last}", f"call: {' | '.join(choices)}", *rules]
 
 
 def _schema(function: Mapping[str, Any]) -> Any:
@@ -132,20 +136,19 @@ def _schema(function: Mapping[str, Any]) -> Any:
     return {"x-guidance": _SPACES, **(function.get("parameters") or {"type": "object"})}
 
 
-def _thought(closing: str, controls: Mapping[str, int]) -> list[str]:
-    if closing in controls:
-        return [f"reasoned: thought {_literal(closing, controls)} /\\s*/", _THOUGHT]
+def _thought(closing: str, added: Mapping[str, int]) -> list[str]:
+    if closing in added:
+        return [f"reasoned: thought {_literal(closing, added)} /\\s*/", _THOUGHT]
     return ["reasoned: thought /\\s*/", _THOUGHT.replace(":", f"[suffix={dumps(closing)}]:", 1)]
 
 
-def _literal(text: str, controls: Mapping[str, int]) -> str:
+def _literal(text: str, added: Mapping[str, int]) -> str:
     """A text in Lark; nothing for an empty one."""
-    names = "|".join(sorted(map(re.escape, controls), key=len, reverse=True))
+    names = "|".join(sorted(map(re.escape, added), key=len, reverse=True))
     pieces = re.split(f"({names})", text) if names else [text]
-    return " ".join(f"<[{controls[piece]}]>" if piece in controls else dumps(piece) for piece in pieces if piece)
+    return " ".join(f"<[{added[piece]}]>" if piece in added else dumps(piece) for piece in pieces if piece)
 
 
-def _controls(xt: XTokAssisted) -> dict[str, int]:
-    """The ids of control tokens, by their names."""
-    view = xt.target.vocabulary.view
-    return {entry.content: token for token, entry in xt.tokenizer.added_tokens_decoder.items() if view[token] is None}
+def _added(xt: XTokAssisted) -> dict[str, int]:
+    """The ids of added tokens, control tokens among them, by their names."""
+    return {entry.content: token for token, entry in xt.tokenizer.added_tokens_decoder.items()}
