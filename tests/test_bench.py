@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from copy import deepcopy
 from functools import cache
 from itertools import product
@@ -19,11 +18,9 @@ from worlds import ARCHITECTURES, FAMILIES, deep, examples, fitting, model, text
 
 from xtok import Budget, XTokAssisted, pair
 from xtok.align.tokenbytes import token_bytes
-from xtok.bench import server
 from xtok.bench.compare import CHAIN, DRAFT, LOOKUP, NO_MODEL, THEIR_LOOKUP, TREE, UAG, compare
 from xtok.bench.drafters import compare_drafters
 from xtok.bench.pairs import tuned
-from xtok.bench.rows import print_tables
 from xtok.bench.runs import ALONE, NONE, SETTINGS, XTOK, Runs, Written
 from xtok.bench.sampled import ASSISTED, MODE, REJECTION, SHARED, TEMPERATURES, _surprise, compare_sampled
 from xtok.bench.sampled import TREE as TREE_SAMPLED
@@ -57,15 +54,14 @@ def test_the_command_prints_json_with_a_row_per_system(tmp_path: Path) -> None:
 @pytest.mark.parametrize("given", [["--draft", "lookup"], ["--target", "{}"]], ids=["named", "another target"])
 def test_without_a_draft_model_what_needs_none_is_measured(given: list[str], tmp_path: Path) -> None:
     """Found here: a hub was asked for a model named lookup, and other targets were given a Japanese draft."""
-    target, picture = tmp_path / "target", tmp_path / "speeds.png"
+    target = tmp_path / "target"
     shutil.copytree(pair.TARGET, target)
     (tmp_path / "prompts.txt").write_text(pair.prompts()[0], encoding="utf-8")
-    few = ["--prompts", str(tmp_path / "prompts.txt"), "--max-new-tokens", "3", "--setting", "greedy", "--plot", str(picture)]
+    few = ["--prompts", str(tmp_path / "prompts.txt"), "--max-new-tokens", "3", "--setting", "greedy"]
     asked = ["bench", *(one.format(target) for one in given)]
     (rows,) = json.loads(run(*asked, *few, "--json")[0])["settings"]["greedy"].values()
     assert [row["system"] for row in rows] == [ALONE, NONE, LOOKUP, NO_MODEL, THEIR_LOOKUP]
     assert all(row["identical"] == 1 for row in rows)
-    assert picture.exists()
     assert "--tune, --ratio has no effect without a draft model" in run(*asked, "--tune", "--ratio", "3", code=1)[1]
 
 
@@ -195,18 +191,6 @@ def test_a_sampled_benchmark_may_have_an_enlarged_target_in_float16(monkeypatch:
 
 
 @pytest.mark.deep
-def test_a_picture_has_all_settings_and_names_the_models(tmp_path: Path) -> None:
-    draft = tmp_path / "small-draft"
-    shutil.copytree(pair.DRAFT, draft)
-    picture = tmp_path / "bench.svg"
-    asked = ["--draft", str(draft), "--limit", "1", "--max-new-tokens", "2", "--setting", "greedy", "--setting", "penalty"]
-    run("bench", *asked, "--dtype", "float16", "--plot", str(picture))
-    drawn = picture.read_text(encoding="utf-8")
-    assert "target with small-draft, float16, cpu" in drawn
-    assert all(f"speed, {SETTINGS[name].title}, the draft as it is" in drawn for name in ("greedy", "penalty"))
-
-
-@pytest.mark.deep
 def test_the_benchmark_tunes_a_copy_of_the_draft() -> None:
     target, draft = load(pair.TARGET, "target"), load(pair.DRAFT, "draft")
     before = {name: weight.clone() for name, weight in draft[0].state_dict().items()}
@@ -303,19 +287,9 @@ def test_a_model_of_unknown_blocks_is_not_stretched(monkeypatch: pytest.MonkeyPa
         stretch(model("Llama", 40, 0, torch.float32), 1)
 
 
-@pytest.mark.deep
-def test_the_bench_draws_a_picture_of_an_enlarged_target(tmp_path: Path) -> None:
-    prompts, picture = tmp_path / "prompts.txt", tmp_path / "bench.svg"
-    prompts.write_text("\n".join(pair.prompts()[:2]), encoding="utf-8")
-    asked = ["--prompts", str(prompts), "--max-new-tokens", "4", "--ratio", "1", "--dtype", "bfloat16"]
-    run("bench", *asked, "--setting", "sampled", "--plot", str(picture))
-    assert "where xtok" in picture.read_text(encoding="utf-8")
-
-
 @pytest.mark.parametrize(
     ("option", "words"),
     [
-        (["--plot", "x.gif"], "ends in .png or .svg"),
         (["--dtype", "int3"], "use float32"),
         (["--setting", "warm"], "greedy, penalty, sampled"),
     ],
@@ -510,34 +484,3 @@ def test_texts_by_stable_forwards_are_counted_beside_those_by_others(tmp_path: P
 @pytest.mark.parametrize("batch", ["", "0", "1,x", "4,,8"])
 def test_sizes_of_batches_that_are_none_are_refused(batch: str) -> None:
     assert "give whole numbers from 1 on" in run("bench", "batches", "--batch", batch, code=1)[1]
-
-
-@pytest.mark.deep
-def test_servers_have_a_row_each_and_the_same_greedy_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, tokens = load(str(pair.TARGET), "target")
-    for part in (target, tokens):
-        part.save_pretrained(tmp_path)
-    monkeypatch.setattr(server, "_EACH", 2)
-    asked: dict[str, Any] = {"max_new_tokens": 6, "repeats": 1}
-    rows = server.compare_servers(str(tmp_path), str(pair.DRAFT), pair.prompts()[:2], [1, 2], **asked)
-    names = [server.XTOK, server.NONE, server.TRANSFORMERS]
-    assert [(row.clients, row.system) for row in rows] == [*product([1, 2], names)]
-    assert all(row.identical == 1 and 0 < row.first_text <= 2 / row.requests_per_second for row in rows)
-    assert [row.speed for row in rows if row.system == server.TRANSFORMERS] == [1.0, 1.0]
-
-
-def test_what_a_server_adds_is_measured_beside_its_engine(capsys: pytest.CaptureFixture[str]) -> None:
-    tokens = tokenizer("byte-level BPE")
-    added = server.measure_added(XTokAssisted((fitting(tokens, "Llama", 0), tokens)), ["a"], max_new_tokens=2, repeats=1)
-    assert added > -1
-    rows = [server.ServerRow(8, server.XTOK, 2.5, 0.125, 3.0, 0.75)]
-    print_tables({"": rows})
-    printed = capsys.readouterr().out
-    assert all(figure in printed for figure in ("2.50", "3.00", "0.12", "75%"))
-
-
-@pytest.mark.parametrize("program", ["false", *deep(sys.executable)])
-def test_a_server_that_does_not_start_is_reported(program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", shutil.which(program))
-    with pytest.raises(InvalidInputError, match="xtok serve ended with status 1"):
-        server.compare_servers(str(tmp_path), "none", ["a"], [1], max_new_tokens=1, repeats=1)

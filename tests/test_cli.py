@@ -81,7 +81,7 @@ def test_what_takes_long_to_import_is_not_imported_for_the_version_help_and_comp
     program = "import sys\nfrom typer.testing import CliRunner\nfrom xtok.cli import commands as cli\n"
     for asked in (["--version"], ["--help"], ["generate", "--help"], ["bench", "--help"], ["bench", "sampled", "--help"]):
         program += f"assert CliRunner().invoke(cli.app, {asked}).exit_code == 0\n"
-    program += "print([name for name in ('torch', 'transformers', 'matplotlib') if name in sys.modules])"
+    program += "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     assert piped(program) == "[]\n"
 
 
@@ -362,10 +362,6 @@ def test_what_the_user_can_mend_is_reported_in_one_line(arguments: tuple[str, ..
         (("inspect", "--text", "no-file.txt"), "xtok: no-file.txt can't be read: No such file or directory.\n"),
         (("inspect", "--text", "/"), "xtok: / can't be read: Is a directory.\n"),
         (("bench", "--prompts", "no-file.txt"), "xtok: no-file.txt can't be read: No such file or directory.\n"),
-        (
-            ("bench", "--plot", "no-folder/x.png"),
-            "xtok: There is no folder no-folder for the picture. Make it, or choose another.\n",
-        ),
         (
             ("train-heads", "--prompts", str(TARGET.parent / "prompts.txt"), "--out", "/"),
             "xtok: / is a folder. Give the path of a file for the heads.\n",

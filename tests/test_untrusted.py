@@ -573,7 +573,7 @@ COMMANDS = [
     "--top-p",
     "2",
 ]
-FILES = ["--json", "--prompts", "--text", "--nope", "/dev/null", "/etc", "./nowhere", "--plot", "x.y", "--dtype", "--ratio"]
+FILES = ["--json", "--prompts", "--text", "--nope", "/dev/null", "/etc", "./nowhere", "x.y", "--dtype", "--ratio"]
 WORDS = st.sampled_from([*COMMANDS, *FILES, ""])
 
 

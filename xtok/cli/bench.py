@@ -1,7 +1,6 @@
 """`xtok bench`: its commands, their options, and the models and texts that they pass to the benchmarks."""
 
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
@@ -32,10 +31,7 @@ from xtok.cli.console import (
 )
 from xtok.errors import InvalidInputError
 from xtok.pair import prompts, quoting, technical
-from xtok.results.progress import busy
 
-ADDED = 8
-"""On how many prompts the time that a server adds to its engine is measured."""
 app = typer.Typer()
 
 
@@ -66,7 +62,6 @@ def compare_systems(
             help="Also fine-tune the draft, which takes minutes, and measure it. Of --prompts, every other line is for tuning.",
         ),
     ] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw the speeds and where the time goes, as PNG or SVG.")] = None,
     json: JsonOption = False,
 ) -> None:
     """Measure on your machine. Without a command: the target alone, transformers' universal assisted generation and xtok, in
@@ -74,11 +69,8 @@ def compare_systems(
     """
     from xtok.assisted import XTokAssisted
     from xtok.bench import compare, pairs, runs
-    from xtok.bench import plot as picture
 
     settings = ways.settings()
-    if plot is not None:
-        picture.check_drawable(plot)
     if tune:
         from xtok.tune.work import check_installed
 
@@ -106,9 +98,6 @@ def compare_systems(
     tables = {
         f"{settings[name].title}, the draft {kind}": rows for name, by_kind in found.items() for kind, rows in by_kind.items()
     }
-    if plot is not None:
-        named_draft = draft or (OWN_DRAFT if target == OWN_TARGET else "lookup")
-        picture.draw(tables, picture.title(target, named_draft, big[0], *size), plot)
     seconds = runs.seconds_of(lambda: XTokAssisted(big, next(iter(drafts.values()))))
     titles = {name: way.title for name, way in settings.items()}
     print_found({"build_seconds": seconds, "titles": titles, "settings": found}, tables, json)
@@ -213,36 +202,6 @@ def bits(
     shape: Any = {"max_new_tokens": max_new_tokens, "repeats": repeats}
     rows = [row for way in settings.values() for row in lists.compare_bits(*pair, texts, way, sizes, **shape)]
     print_found(rows, {"with stable=True and without": rows}, json)
-
-
-@app.command()
-@on_the_command_line
-def server(
-    sample: Sample,
-    max_new_tokens: TokensOption = 64,
-    clients: Annotated[
-        str, typer.Option(help="How many clients send requests at once; numbers separated by commas.")
-    ] = "1,8,32",
-    repeats: Annotated[int, typer.Option(min=1, help="How often all clients send their requests.")] = 3,
-    json: JsonOption = False,
-) -> None:
-    """`xtok serve` and `transformers serve`, with the shipped pair, its target enlarged to 217 M parameters."""
-    from xtok.assisted import XTokAssisted
-    from xtok.bench import server, widen
-
-    counts, texts = _sizes("clients", clients), sample.prompts(None)[: sample.limit]
-    shape = {"max_new_tokens": max_new_tokens, "repeats": repeats}
-    with TemporaryDirectory() as folder:
-        with busy("enlarging the target"):
-            target, tokens = widen.shaped(load_pair(OWN_TARGET, None, None, "bfloat16")[0], widen.SERVED)
-        target.generation_config.do_sample, target.generation_config.repetition_penalty = False, 1.2  # so that texts don't loop
-        for part in (target, tokens):
-            part.save_pretrained(folder)
-        added = server.measure_added(XTokAssisted((target, tokens), OWN_DRAFT), texts[:ADDED], **shape)
-        rows = server.compare_servers(folder, OWN_DRAFT, texts, counts, **shape)
-    print_found({"added": added, "rows": rows}, {"": rows}, json)
-    if not json:
-        typer.echo(f"The server adds {added:.1%} to the time that its engine takes for a text.")
 
 
 for command in (chats, gpu):
