@@ -596,8 +596,7 @@ def test_a_server_with_a_key_asks_for_it(english: Browser) -> None:
 
 
 def test_what_is_refused_is_said(page: Browser) -> None:
-    page.driver.execute_script("document.getElementsByName('tokens')[0].removeAttribute('max')")
-    page.fill("tokens", 4000)
+    page.driver.execute_script("document.getElementsByName('prompt')[0].value = '吾輩は'.repeat(4000)")
     page.one("#compare").click()
     page.until(lambda: page.text("#status").startswith("The request failed: The prompt has"))
     assert "400 (Bad Request)" in page.errors()[0]

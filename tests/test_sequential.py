@@ -24,7 +24,7 @@ from xtok.drafts.base import Context, Request
 from xtok.drafts.heads import described, save_heads
 from xtok.drafts.sequential import SequentialDrafter, SequentialHeads, sequential_config
 from xtok.drafts.tree import Tree
-from xtok.errors import InvalidInputError, UnsupportedModelError
+from xtok.errors import InvalidInputError
 
 TOKENS = tokenizer("SentencePiece BPE")
 TARGET = fitting(TOKENS, "Llama", 0)
@@ -279,8 +279,8 @@ def test_a_target_without_hidden_states_is_refused_by_name(file: Path, dtype: to
     target = deepcopy(TARGET).to(dtype)
     forward = target.forward
     target.forward = lambda *args, **kwargs: replace(forward(*args, **kwargs), hidden_states=None)  # type: ignore[method-assign]
-    with pytest.raises(UnsupportedModelError, match="returns no hidden states, which heads guess from"):
-        XTokAssisted((target, TOKENS), HeadsDrafter(file)).generate("a", max_new_tokens=9)
+    with pytest.raises(InvalidInputError, match="doesn't return one hidden state for each id, which heads guess from"):
+        XTokAssisted((target, TOKENS), HeadsDrafter(file))
 
 
 def test_hidden_states_that_are_lost_cost_guesses_only(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
