@@ -25,7 +25,7 @@ import torch
 from inside import caches_of, is_empty, memory_of
 from test_batches import BYTES, TEXTS, UNRELATED, WIDE
 from test_engine import cache_bytes
-from test_serve import Server, dechunked, serving, until_stop, wait_for
+from test_serve import Server, dechunked, serving, wait_for
 from test_tools import CITY, TOKENS, tools
 from worlds import CORPUS, fitting
 
@@ -129,9 +129,9 @@ class Truths:
         without = ("prediction", "chat_template_kwargs")
         arguments = {name: value for name, value in one.arguments.items() if name not in without}
         found = self._alone.generate(one.prompt.ids, **arguments)
-        text = found.text if one.marked is None else one.marked.text(final=True)
+        parts = one.reader.read(found.text) if one.follower is None else one.follower.end()
         written = Written()
-        for part in [*one.reader.read(until_stop(text, one.stops)), *one.reader.end()]:
+        for part in [*parts, *one.reader.end()]:
             written.add(part)
         calls = [(call.name, call.text) for call in written.calls]
         is_call = found.finish_reason == "stop" and bool(calls)

@@ -4,7 +4,6 @@ import sys
 from collections import abc
 from collections.abc import Callable, Generator, Iterator
 from contextlib import nullcontext
-from functools import partial
 from itertools import islice
 from threading import RLock
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
@@ -46,6 +45,10 @@ BATCH = 8
 
 
 _REFRESHING = RLock()
+
+
+def _made_again(kind: "type[XTokAssisted]", arguments: dict[str, Any]) -> "XTokAssisted":
+    return kind(**arguments)
 
 
 class XTokAssisted:
@@ -128,7 +131,7 @@ class XTokAssisted:
         """A copy or an unpickled instance is made anew: it loads hub ids and paths again, and knows no timings yet."""
         if self._whole is not None:
             return type(self).with_drafts, (self._whole, self.names)
-        return partial(type(self), **self._arguments), ()
+        return _made_again, (type(self), self._arguments)
 
     def __repr__(self) -> str:
         given = {"budget": self.setup.budget, **{name: self._arguments[name] for name in ("acceptance", "stable", "compile")}}
