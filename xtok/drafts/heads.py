@@ -227,7 +227,9 @@ def described(model: PreTrainedModel, view: TokenBytes) -> HeadsInfo:
 _SAMPLED, _SPREAD = 64, 2_654_435_761
 """How many values of the input embedding are compared, and a number that spreads them over rows and columns."""
 _SIMILAR = 0.9
-"""The least cosine similarity of these values. Quantised to 4 bits, the same model has 0.99; another one has about 0."""
+"""The least cosine similarity of these values. Rounded to 4 bits in blocks of 32, SmolLM2's have 0.98, to 3 bits 0.92; those of
+another model about 0.
+"""
 
 
 @torch.no_grad()
