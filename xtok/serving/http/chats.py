@@ -8,15 +8,13 @@ Messages = list[dict[str, Any]]
 
 
 def other_forms(chat: Any) -> Iterator[Messages]:
-    """Yield the chat, then each of its other forms that differs from it, then all changes together."""
+    """Yield the chat, then its other forms that differ from it: each change alone, all together, and arguments as texts."""
     yield chat
+    changes = _with_one_system, _with_objects, _with_single_calls, _without_reasoning
     together: Messages = chat
-    for change in (_with_one_system, _with_objects, _with_single_calls, _without_reasoning):
-        if (form := change(chat)) != chat:
-            yield form
+    for change in changes:
         together = change(together)
-    yield together
-    yield _with_texts(chat)
+    yield from (form for form in (*(change(chat) for change in changes), together, _with_texts(chat)) if form != chat)
 
 
 def _with_one_system(chat: Messages) -> Messages:
