@@ -486,8 +486,9 @@ async def visited(server: Server, pool: Sequence[Asked], number: int, truths: Tr
 
 @pytest.mark.deep
 @pytest.mark.filterwarnings("ignore::xtok.errors.DraftFailedWarning")
-@pytest.mark.parametrize(("dtype", "number"), [(torch.float32, REQUESTS), (torch.bfloat16, REQUESTS // 4)], ids=str)
+@pytest.mark.parametrize(("dtype", "number"), [(torch.float64, REQUESTS), (torch.bfloat16, REQUESTS // 4)], ids=str)
 def test_a_hostile_client_gets_the_targets_own_answers_and_leaves_nothing(dtype: torch.dtype, number: int) -> None:
+    # Not in float32: in one of its prompts, the two best tokens are 3e-6 from each other.
     target = fitting(TOKENS, "Llama", 0, dtype=dtype, window=WIDE)
     lookup = PromptLookup(memory=MEMORY)
     xt = XTokAssisted((target, TOKENS), [(UNRELATED, BYTES), lookup, Treacherous()], budget=BUDGET)
