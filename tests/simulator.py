@@ -16,8 +16,7 @@ from xtok.align.tokenbytes import token_bytes
 from xtok.drafts.base import Context, ModelDrafter, Request
 from xtok.drafts.growth import IdPath, grown, tree_of
 from xtok.drafts.meter import Meter
-from xtok.drafts.policy.draft import DraftPolicy, Outcome
-from xtok.drafts.policy.policy import Batch, Policy
+from xtok.drafts.policy.policy import Batch, DraftPolicy, Outcome, Policy
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.session import Session
 from xtok.drafts.tree import Tree, chain
@@ -215,7 +214,7 @@ class World:
         rows = 1 + max(map(len, trees))
         self.clock.advance(self.engine.seconds(len(texts), rows))
         outcomes = [one.go_on(tree, rows) for one, tree in zip(texts, trees, strict=True)]
-        policy.observe(batch, outcomes, self.clock.time - start, is_pure=is_pure)
+        policy.observe(outcomes, self.clock.time - start, is_pure=is_pure)
         self.round += 1
         return sum(one.picks for one in outcomes), self.clock.work - before
 

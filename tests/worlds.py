@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from xtok import Budget, XTokAssisted
-from xtok.drafts.policy.latency import BatchSize, NominalLatency
+from xtok.drafts.policy.latency import Latency
 from xtok.drafts.policy.settings import Schedule
 
 SHARED = Path(os.environ.get("XTOK_SHARED", Path(__file__).parents[2] / "shared"))
@@ -59,9 +59,9 @@ def make_target_expensive(xt: Any, so: bool = True) -> Any:
     if not so:
         return xt
     policy = xt.setup.policy if isinstance(xt, XTokAssisted) else xt._policy
-    policy.shared.sizes = {1: BatchSize(NominalLatency(), spacing=10**9)}
+    policy.shared.rounds, policy.shared.spacing = Latency(1.0), 10**9
     for draft in policy.drafts:
-        draft.forward = NominalLatency(seconds=0.01)
+        draft.forward = Latency(0.01)
     return xt
 
 

@@ -76,7 +76,7 @@ def _batches(sequences: list[Sequence]) -> list[tuple[Batch, list[Sequence]]]:
     groups = dict[int, list[Sequence]]()
     for one in sequences:
         shares = one.slot.shares and one.policy is not None and one.policy.reads_clock
-        groups.setdefault(id(one.policy.shared) if shares and one.policy else id(one), []).append(one)
+        groups.setdefault(id(one.policy) if shares else id(one), []).append(one)
     return [(_batch(some), some) for some in groups.values()]
 
 
@@ -87,11 +87,11 @@ def _batch(sequences: list[Sequence]) -> Batch:
 
 def _observe(batches: list[tuple[Batch, list[Sequence]]], seconds: float, *, is_pure: bool) -> None:
     """Let policies learn from a round, in which each batch is taken to have had an equal part of the time."""
-    for batch, some in batches:
+    for _, some in batches:
         outcomes = [one.outcome for one in some if one.outcome is not None]
         if outcomes and (policy := some[0].policy):
             is_whole = is_pure and len(outcomes) == len(some)
-            policy.observe(batch, outcomes, seconds / len(batches), is_pure=is_whole)
+            policy.observe(outcomes, seconds / len(batches), is_pure=is_whole)
 
 
 def _plan(sequence: Sequence, batch: Batch) -> Steps[Tree]:

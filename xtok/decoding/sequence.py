@@ -13,8 +13,7 @@ from xtok.align.text import SequenceText
 from xtok.decoding.pick import Picker
 from xtok.decoding.stops import StopStrings
 from xtok.drafts.meter import Meter
-from xtok.drafts.policy.draft import Outcome
-from xtok.drafts.policy.policy import Policy
+from xtok.drafts.policy.policy import Outcome, Policy
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.session import Session
 from xtok.drafts.tree import Tree

@@ -13,8 +13,8 @@ from xtok.decoding.accept import Accept
 from xtok.drafts.base import Draft
 from xtok.drafts.heads import HeadsDrafter
 from xtok.drafts.model import ModelDraft
-from xtok.drafts.policy.draft import DraftPolicy
-from xtok.drafts.policy.policy import WITHOUT_A_MODEL, Policy
+from xtok.drafts.policy.latency import Latency
+from xtok.drafts.policy.policy import WITHOUT_A_MODEL, DraftPolicy, Policy
 from xtok.drafts.policy.settings import Budget
 from xtok.errors import InvalidInputError, UnstableWarning, XTokError, shown, warn
 from xtok.models.cache import weights
@@ -63,7 +63,9 @@ class Setup:
 
     @cached_property
     def policy(self) -> Policy:
-        return Policy([DraftPolicy() for _ in self.drafts], padding(self.shapes, captures=self.captures))
+        on_cpu = self.target.model.device.type == "cpu"
+        padded = padding(self.shapes, captures=self.captures)
+        return Policy([DraftPolicy() for _ in self.drafts], padded, on_cpu=on_cpu)
 
     @cached_property
     def caches(self) -> CachePool:
@@ -117,7 +119,8 @@ class Setup:
         """A policy for one sequence, which decides by ids and counts alone, so that the same call gives the same text."""
         size = weights(self.target.model)
         models = map(self.model_of, self.drafts)
-        return Policy.nominal([WITHOUT_A_MODEL if one is None else weights(one) / size for one in models], self.policy.padded)
+        shares = [WITHOUT_A_MODEL if one is None else weights(one) / size for one in models]
+        return Policy([DraftPolicy(Latency(share)) for share in shares], self.policy.padded, Latency(1.0))
 
 
 def padding(shapes: StableShapes | None, *, captures: bool) -> Callable[[int, int], int]:

@@ -1,7 +1,6 @@
 """Starts a request: its sequence gets a slot in the target's cache, a picker, and a function that starts its drafters."""
 
 from collections import abc
-from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
@@ -42,7 +41,9 @@ def start(setup: Setup, request: Prepared, caches: CacheSet, most: int | None = 
         judged = request.noise is not None and setup.accept is not None
         meter = Meter(chains_only=not branches, exact=not judged and not varies, shared_forwards=slot.shares)
         own = _own_drafts(request, judged=judged) if guesses else {}
-        policy = _policy(setup, own, varies=varies) if guesses else None
+        policy: Policy | None = None
+        if guesses:  # if bits depend on shapes, guesses must not depend on a clock: a repeated call is to give the same text
+            policy = setup.policy_without_a_clock() if varies and setup.stable is not False else setup.policy
         budget = _budget(setup, judged=judged, branches=branches)
         recorded = request.recorded("output_scores"), request.recorded("output_logits")
         text = SequenceText(vocabulary.view, request.unpadded)
@@ -92,16 +93,6 @@ def _own_drafts(request: Prepared, *, judged: bool) -> dict[str, Draft]:
     if guides and not judged:
         own[FORMAT] = FormatDraft(partial(guides[0], request.ids[0].tolist()), len(request.unpadded))
     return own if request.prediction is None else {**own, PREDICTION: request.prediction}
-
-
-def _policy(setup: Setup, own: Collection[str], *, varies: bool) -> Policy:
-    """The instance's policy, which learns from all sequences; or, if the sequence `varies` (its bits depend on the shapes of
-    forward passes), one that reads no clock, so that a repeated call gives the same text.
-    """
-    policy = setup.policy_without_a_clock() if varies and setup.stable is not False else setup.policy
-    for _ in own:
-        policy = policy.with_draft()
-    return policy
 
 
 def _session(setup: Setup, request: Prepared, meter: Meter, slots: Slots, policy: Policy, own: abc.Sequence[Draft]) -> Session:

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from xtok.align.text import SequenceText
 from xtok.drafts.base import Context, Draft, Drafter, ModelDrafter, Request
-from xtok.drafts.policy.draft import Outcome, Proposal
-from xtok.drafts.policy.policy import Batch, DraftBudget, Policy
+from xtok.drafts.policy.policy import Batch, Outcome, Pays, Policy, Proposal
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.tree import CARRIED, Tree, Trie
 from xtok.errors import DraftFailedWarning, InvalidInputError, warn
@@ -47,6 +46,7 @@ class Session:
         self._meter = request.meter
         self._size = request.vocabulary.size
         self.policy = policy
+        self._known = policy.of_sequence(len(drafts))
         self._noise = noise
         self._view = request.vocabulary.view
         self._text = SequenceText(self._view, prompt)
@@ -113,16 +113,14 @@ class Session:
             self._unread, has_room = unread + 1, min(limit.nodes, limit.longest) > 1
             limit = replace(limit, longest=max(0, limit.longest - 1), nodes=max(1, limit.nodes - 1))
         context = self._context()
-        self.proposals, sure = [Proposal()] * len(self._drafters), 0.0
+        self.proposals = [Proposal()] * len(self._drafters)
         guessed = list[_Guessed]()
-        for draft in self.policy.cheapest_first():
-            drafter = self._drafters[draft]
+        for draft, drafter in sorted(enumerate(self._drafters), key=lambda one: self._known[one[0]].seconds):
             drafted = list[Cost]()
-            if drafter is not None and has_room and (own := self._own(draft, limit, sure, batch, drafted)) is not None:
-                one = self.proposals[draft] = yield from self._ask(draft, drafter, context, own, sure, drafted)
+            if drafter is not None and has_room and (own := self._own(draft, limit, batch, drafted)) is not None:
+                one = self.proposals[draft] = yield from self._ask(draft, drafter, context, own, drafted)
                 if one.tree:
-                    guessed.append(_Guessed(draft, one.tree, self.policy.probabilities(draft, one.tree)))
-                    sure = max(sure, *guessed[-1].probabilities)
+                    guessed.append(_Guessed(draft, one.tree, self._known[draft].probabilities(one.tree)))
         if not guessed:
             self._guessed, self._owners = (limit, Tree()), []
             return self._whole(Tree())
@@ -175,7 +173,7 @@ class Session:
     def _believed(self, tree: Tree) -> list[float]:
         """The corrected probability of each node. If only one draft guessed, its own calibration corrects them."""
         alone = [draft for draft, one in enumerate(self.proposals) if one.tree]
-        return self.policy.probabilities(alone[0], tree) if len(alone) == 1 else list(tree.probabilities)
+        return self._known[alone[0]].probabilities(tree) if len(alone) == 1 else list(tree.probabilities)
 
     def outcome(self, rows: float) -> Outcome:
         """What became of the round's guess, after `extend`. The policy learns from the outcomes of all sequences.
@@ -184,8 +182,7 @@ class Session:
         """
         committed, picks = self._committed, len(self._committed)
         if self._guessed is None:
-            return Outcome(rows, picks)
-        drafting = sum(one.rest + sum(cost.share for cost in one.drafted) for one in self.proposals)
+            return Outcome(rows, picks, self._known)
         (limit, tree), self._guessed = self._guessed, None
         owners = self._owners
         confirmed = int(self._first is not None and committed[:1] == [self._first])
@@ -195,20 +192,24 @@ class Session:
         believed, right = self._believed(tree), tree.path_of(block)
         for draft, one in enumerate(proposals):
             if one.tree:
-                own = frozenset(node for node, owner in enumerate(owners) if owner == draft)
-                proposals[draft] = replace(one, own=own, expected=sum(believed[node] for node in own))
-        self._meter.accepts([len(one.own.intersection(right)) for one in proposals])
+                own = [node for node, owner in enumerate(owners) if owner == draft]
+                proposals[draft] = replace(
+                    one,
+                    accepted=len(one.tree.path_of(block)),
+                    nodes=len(own),
+                    expected=sum(believed[node] for node in own),
+                    right=len(set(own).intersection(right)),
+                )
+        self._meter.accepts([one.right for one in proposals])
         if limit.schedule == "heuristic" and block:
-            self._adjust(limit.depth, block, proposals)
-        path = right[: len(block) - 1]  # after the last id nothing was picked
-        return Outcome(rows, picks, drafting, proposals, block, path, self.policy.drafts)
+            self._adjust(limit.depth, proposals)
+        return Outcome(rows, picks, self._known, proposals)
 
-    def _adjust(self, depth: int, block: Sequence[int], proposals: Sequence[Proposal]) -> None:
-        """Apply the heuristic schedule to each draft that guessed. `depth`: the first depth. `block`: what was committed."""
-        for draft, one in zip(self.policy.drafts, proposals, strict=True):
+    def _adjust(self, depth: int, proposals: Sequence[Proposal]) -> None:
+        """Apply the heuristic schedule to each draft that guessed. `depth`: the first depth."""
+        for draft, one in zip(self._known, proposals, strict=True):
             if one.tree:
-                full = len(one.tree.path_of(block)) == one.tree.depth
-                draft.depth = max(1, (draft.depth or depth) + (2 if full else -1))
+                draft.depth = max(1, (draft.depth or depth) + (2 if one.accepted == one.tree.depth else -1))
 
     def close(self) -> None:
         """Pass the whole text to drafters that have `ends`, and release all drafters."""
@@ -220,19 +221,17 @@ class Session:
                     self._fails(draft, error)
         self._drafters = [None for _ in self._drafters]
 
-    def _own(self, draft: int, limit: Budget, sure: float, batch: Batch, drafted: Sequence[Cost]) -> Budget | None:
-        """The budget of one draft for this round; None if it isn't to be asked. `drafted`: what its forward passes take."""
+    def _own(self, draft: int, limit: Budget, batch: Batch, drafted: Sequence[Cost]) -> Budget | None:
+        """The budget of one draft for this round; None if it isn't to be asked."""
         if limit.schedule == "heuristic":
-            return replace(limit, depth=self.policy.drafts[draft].depth or limit.depth)
+            return replace(limit, depth=self._known[draft].depth or limit.depth)
         if limit.schedule == "constant":
             return limit
-        if not self.policy.asks(draft, sure, batch):
+        if not batch.guesses or self._known[draft].wait:
             return None
-        return DraftBudget.of(limit, self.policy, self.policy.drafts[draft], batch, sure, self._unread, drafted)
+        return replace(limit, pays=Pays(self.policy, self._known[draft], batch.sequences, self._unread, drafted))
 
-    def _ask(
-        self, draft: int, drafter: Drafter, context: Context, limit: Budget, sure: float, drafted: list[Cost]
-    ) -> Steps[Proposal]:
+    def _ask(self, draft: int, drafter: Drafter, context: Context, limit: Budget, drafted: list[Cost]) -> Steps[Proposal]:
         """Ask a drafter. Its guess is cut to what can be verified. What its forward passes take is added to `drafted`."""
         first = draft not in self._asked
         self._asked.add(draft)
@@ -248,7 +247,7 @@ class Session:
             return self._fails(draft, error)
         if not all(0 <= token < self._size for token in tree.tokens):
             tree = Tree()
-        return Proposal(tree, sure, drafted, took.seconds - sum(one.share for one in drafted), first)
+        return Proposal(tree, drafted, took.seconds - sum(one.share for one in drafted), first)
 
     def _fitted(self, draft: int, context: Context, tree: Tree, longest: int) -> Tree:
         """A draft's guess, fitted to the format by other drafters that have `fit`."""

@@ -14,8 +14,7 @@ from xtok.drafts.heads import HeadsDrafter
 from xtok.drafts.lookup import PromptLookup
 from xtok.drafts.meter import Meter
 from xtok.drafts.model import ModelDraft
-from xtok.drafts.policy.draft import DraftPolicy, Outcome
-from xtok.drafts.policy.policy import Batch, Policy
+from xtok.drafts.policy.policy import Batch, DraftPolicy, Outcome, Policy
 from xtok.drafts.policy.settings import Budget, check_budget
 from xtok.drafts.recycling import TokenRecycling
 from xtok.drafts.session import Session
@@ -216,7 +215,7 @@ class DraftEngine:
             text.session.outcome(step.rows[text]) if step.batch.guesses else Outcome(step.rows[text], step.observed[text])
             for text in texts
         ]
-        self._policy.observe(step.batch, outcomes, step.drafting + step.seconds, is_pure=step.is_pure)
+        self._policy.observe(outcomes, step.drafting + step.seconds, is_pure=step.is_pure)
 
     def _check(self, text: Any) -> None:
         if not (isinstance(text, DraftedText) and text in self._texts):

@@ -1,1 +1,1 @@
-"""How much to guess: the settings, the latency model, the gates, and the policy that combines them."""
+"""How much to guess: the settings, predicted seconds, and the policy, which decides what pays."""

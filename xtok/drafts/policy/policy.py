@@ -1,79 +1,149 @@
 """Decides what pays: which drafts to ask, how deep to guess, and how many guessed ids to verify. There is no clock here.
 
-All decisions follow one rule: add a level or a node while the picks expected from it exceed what the run would make in the same
-time. The run's rate is that without guesses times the speedup. Times are predicted from measurements of whole rounds, and
-expected picks from the draft's own probabilities, corrected by how often its guesses were right.
+All decisions follow one rule (Dinkelbach 1967): what is expected to add more picks than are made in the same time at present.
+Times are predicted from measurements of whole rounds, and expected picks from the draft's own probabilities, corrected by how
+often its guesses were right.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
-from math import inf
-from statistics import median
+from math import sqrt
 from threading import RLock
 from typing import Any, NamedTuple
 
-from xtok.drafts.policy.draft import DraftPolicy, Outcome, Proposal, rounded_down
-from xtok.drafts.policy.gate import Gate
-from xtok.drafts.policy.latency import ROUNDS, ROW, SHARE, BatchSize, LatencyModel, NominalLatency
-from xtok.drafts.policy.settings import Budget
+from xtok.drafts.policy.latency import SHARE, Latency
 from xtok.drafts.tree import Tree
 from xtok.models.timing import Cost
 
-_SLOWEST = 16.0
-"""How many times slower or faster a machine may get. Without a limit, rounds that take sometimes 2 and sometimes 10 ms would
-drive this up for ever, and latencies down to 0.
-"""
+_ROUNDS = 64
+"""For how many rounds, about, what was counted holds."""
+_ONWARD = 0.6
+"""How often the id after a right one is assumed to be right, too."""
+_TRUST = 2.0
+"""The weight, in expected tokens, of the assumption that a draft's probabilities are right."""
+_LOSS = 2.0
+"""How many tokens a draft may lose before it is paused. Of those that it gained, at most twice as many count."""
+_FEW = 64
+"""A draft's forward pass with more rows per sequence than this reads a prompt, and says nothing about a usual round."""
 _DOUBT = 1.4
 """How many times its cost a level must be expected to gain: the option that looks best is so partly by luck."""
+_MANY = 8
+"""In batches of so many sequences on a CPU, guesses gained nothing in any measurement: further rows take as long as others."""
 WITHOUT_A_MODEL = 0.01
 """The assumed cost of a draft without a model if no clock may be read, as a share of the target's forward pass."""
 
 
-@dataclass(eq=False)
-class Batch:
-    """The sequences of a round, which share its forward passes: how many there are, and whether they guess.
+@dataclass(frozen=True)
+class Proposal:
+    """A draft's guess in a round, what it took, and what became of it.
 
-    Among sequences whose cheaper drafts are about equally sure, either all ask a draft or none does, since a forward pass for
-    one costs as much as for all. `guesses`: whether any draft may be asked. `judged`: whether gates learn from the round; they
-    don't if the budget is fixed, since guesses must not depend on a clock then.
+    `tree`: the guess; None if the draft wasn't asked, or failed. `drafted`: what each of its forward passes took. `rest`: the
+    seconds of everything else. `first`: whether `rest` includes reading the prompt. `accepted`: how many of its ids were right.
+    `nodes`: how many nodes of the round's tree count for this draft (`Trie.owner`). `expected`, `right`: how many of those were
+    expected to be right, and were.
     """
 
-    sequences: int = 1
-    guesses: bool = True
-    judged: bool = False
-    _decided: dict[int, bool] = field(default_factory=dict)
+    tree: Tree | None = None
+    drafted: Sequence[Cost] = ()
+    rest: float = 0.0
+    first: bool = False
+    accepted: int = 0
+    nodes: int = 0
+    expected: float = 0.0
+    right: int = 0
 
-    def asks(self, gate: Gate) -> bool:
-        """Whether to ask the draft of a gate, which decides once per round."""
-        if id(gate) not in self._decided:
-            self._decided[id(gate)] = self.guesses and gate.asks()
-        return self._decided[id(gate)]
+    @property
+    def seconds(self) -> float:
+        """The seconds that it took, of shared forward passes an equal share."""
+        return self.rest + sum(cost.share for cost in self.drafted)
 
 
 @dataclass
-class Shared:
-    """What an instance's policies share.
+class DraftPolicy:
+    """What a draft costs and gains, and whether asking it pays.
 
-    `sizes`: what is known for each rounded number of sequences. `slowness`: how many times slower the machine is now than when
-    latencies were measured; it applies to a whole round. `ratios`: the seconds of the latest rounds, in multiples of what was
-    predicted.
+    `forward`: predicts the seconds of its forward passes by their rows. `rest`: the smoothed seconds of all else. `right`,
+    `expected`: how many of its latest guesses were right, and were expected to be. `depth`: the depth of its next guess, under
+    the heuristic schedule. `balance`: the tokens that it gained, minus those that it lost, within limits, so that what turns
+    bad is noticed however much it gained before (a CUSUM test, Page 1954). `wait`: for how many more rounds it is paused. After
+    them comes a `trial`: if it loses, the next `pause` is twice as long.
     """
 
-    sizes: dict[int, BatchSize] = field(default_factory=dict)
-    slowness: float = 1.0
-    ratios: deque[float] = field(default_factory=lambda: deque([1.0, 1.0], maxlen=3))
-    lock: Any = field(default_factory=RLock, repr=False, compare=False)
+    forward: Latency = field(default_factory=Latency)
+    rest: float = 0.0
+    right: float = _TRUST
+    expected: float = _TRUST
+    depth: int | None = None
+    balance: float = 0.0
+    wait: int = 0
+    trial: bool = False
+    pause: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of a forward pass, and of all else that asking it takes."""
+        return self.forward.at(1) + self.rest
+
+    def believed(self, probability: float) -> float:
+        """The probability of a guess, corrected by how many of those before were right."""
+        return min(1.0, probability * self.right / self.expected)
+
+    def probabilities(self, tree: Tree) -> list[float]:
+        """The corrected probability of each node, never more than that of its parent."""
+        found: list[float] = []
+        for node, parent in enumerate(tree.parents):
+            before = found[parent] if parent >= 0 else 1.0
+            found.append(min(before, self.believed(tree.probabilities[node])) if tree.probabilities else before * _ONWARD)
+        return found
+
+    def learn(self, one: Proposal) -> float:
+        """Learn from a proposal. Returns the seconds that such a one usually takes."""
+        if one.tree is not None and one.tree.probabilities:
+            self.right, self.expected = self.right + one.accepted, self.expected + sum(one.tree.probabilities)
+        if max(self.right, self.expected) > _ROUNDS:
+            self.right, self.expected = (self.right + _TRUST) / 2, (self.expected + _TRUST) / 2
+        if not one.first:
+            self.rest += (SHARE if self.rest else 1.0) * (min(one.rest, 2 * self.rest or one.rest) - self.rest)
+        for cost in one.drafted:
+            if cost.rows <= _FEW * cost.texts:
+                self.forward.add(max(1, cost.rows), cost.seconds)
+        return self.rest + sum(self.forward.at(min(cost.rows, _FEW * cost.texts)) / cost.texts for cost in one.drafted)
+
+    def count(self) -> None:
+        """Count a round of a pause."""
+        self.wait, self.trial = max(0, self.wait - 1), self.trial or self.wait == 1
+
+    def judge(self, gained: float, sequences: int = 1, paused: int = 1) -> None:
+        """Learn how many tokens a round gained for each of its sequences by asking this draft.
+
+        The sum of n sequences varies by √n times as much as one, so their balance is that of all, divided by √n. All `paused`
+        drafts together may lose a token of each sequence in 128 rounds by their trials.
+        """
+        self.trial, self.balance = False, min(2 * _LOSS, self.balance + sqrt(sequences) * gained)
+        if self.balance < -_LOSS:
+            self.pause = max(_ROUNDS / 4, min(2 * self.pause, 2 * _ROUNDS * paused * -gained))
+            self.balance, self.wait = -_LOSS, 1 + round(self.pause)
+        elif self.balance > 0:
+            self.pause = 0.0
 
 
-class _Asked(NamedTuple):
-    """A draft that was asked in a round: for which sequence, what it proposed, and the seconds that this usually takes."""
+class Batch(NamedTuple):
+    """The `sequences` of a round, which share its forward passes, and whether it `guesses` at all."""
 
-    sequence: int
-    draft: DraftPolicy
-    proposal: Proposal
-    seconds: float
+    sequences: int = 1
+    guesses: bool = True
+
+
+class Outcome(NamedTuple):
+    """What became of a sequence's guess: how many `rows` it had in the target's forward pass, how many `picks` were committed,
+    and the `proposals` of its `drafts`, none of which there are if it didn't guess.
+    """
+
+    rows: float = 1
+    picks: int = 1
+    drafts: Sequence[DraftPolicy] = ()
+    proposals: Sequence[Proposal] = ()
 
 
 @dataclass
@@ -84,60 +154,47 @@ class Policy:
     threads, and learns from every round.
 
     `drafts`: what is known of each draft. `padded(sequences, rows)`: how many rows each sequence has, padding included, if
-    `sequences` share a forward pass of the target and each needs `rows`; guesses in place of padding are free. `reads_clock`:
-    whether it goes by measurements. If not, `drafts` and `shared` have nominal latencies, so that no guess depends on a clock.
+    `sequences` share a forward pass of the target and each needs `rows`; guesses in place of padding are free. `rounds`:
+    predicts the seconds of a round, without those of drafts; if nominal, no guess depends on a clock. `on_cpu`: whether the
+    target is on a CPU. `picks`, `plain`: picks of a sequence in the latest rounds, and how many rounds without guesses would
+    have taken as long. `spacing`: after how many rounds with guesses comes one without; `since`: how many there were since.
     """
 
     drafts: list[DraftPolicy]
     padded: Callable[[int, int], int] = lambda sequences, rows: rows
-    shared: Shared = field(default_factory=Shared)
-    reads_clock: bool = True
+    rounds: Latency = field(default_factory=Latency)
+    on_cpu: bool = False
+    picks: float = 0.0
+    plain: float = 0.0
+    spacing: int = 4
+    since: int = 4
+    lock: Any = field(default_factory=RLock, repr=False, compare=False)
 
-    @classmethod
-    def nominal(cls, shares: Sequence[float], padded: Callable[[int, int], int]) -> "Policy":
-        """A policy that reads no clock. `shares`: the assumed time of each draft's forward pass, as a share of the target's."""
-        drafts = [DraftPolicy(NominalLatency(seconds=share)) for share in shares]
-        return cls(drafts, padded, Shared({1: BatchSize(NominalLatency())}), reads_clock=False)
+    @property
+    def reads_clock(self) -> bool:
+        """Whether it goes by measurements."""
+        return self.rounds.nominal is None
 
-    def with_draft(self) -> "Policy":
-        """A policy that shares everything with this one, and has one more draft, which only one sequence has."""
-        one = DraftPolicy() if self.reads_clock else DraftPolicy(NominalLatency(seconds=WITHOUT_A_MODEL))
-        return Policy([*self.drafts, one], self.padded, self.shared, self.reads_clock)
+    def of_sequence(self, drafts: int) -> list[DraftPolicy]:
+        """What is known of the drafts of a sequence: those of the instance, and further ones that only this sequence has."""
+        nominal = None if self.reads_clock else WITHOUT_A_MODEL
+        return [*self.drafts, *(DraftPolicy(Latency(nominal)) for _ in range(drafts - len(self.drafts)))]
 
     def batch(self, sequences: int) -> Batch:
         """The batch of a round of `sequences`. Now and then a round doesn't guess, so that such rounds are measured."""
-        with self.shared.lock:
-            size = self._size(sequences)
-            is_due = not self.seconds(sequences, 1) or (self.reads_clock and size.since >= size.spacing)
-            return Batch(sequences, not is_due, judged=True)
+        with self.lock:
+            is_due = not self.seconds(sequences, 1) or (self.reads_clock and self.since >= self.spacing)
+            are_free = self.rounds.at(2 * sequences) < 1.05 * self.rounds.at(sequences)
+            return Batch(sequences, not is_due and (are_free or not self.on_cpu or sequences < _MANY))
 
-    def asks(self, draft: int, sure: float, batch: Batch) -> bool:
-        """Whether to ask a draft in this round, in which cheaper ones give their likeliest guess the probability `sure`."""
-        with self.shared.lock:
-            return batch.asks(self.drafts[draft].gate(batch.sequences, sure))
-
-    def cheapest_first(self) -> list[int]:
-        """The indices of the drafts, sorted by the time of a forward pass and of all else that asking them takes."""
-        with self.shared.lock:
-            return sorted(range(len(self.drafts)), key=lambda draft: self.drafts[draft].seconds)
-
-    def probabilities(self, draft: int, tree: Tree) -> list[float]:
-        """The corrected probability of each node of a draft's guess."""
-        with self.shared.lock:
-            return self.drafts[draft].calibration.probabilities(tree)
+    def seconds(self, sequences: int, rows: float) -> float:
+        """The predicted seconds of a round, without those of drafts; 0 if nothing was measured yet."""
+        return self.rounds.at(self.padded(sequences, int(rows)) if rows == int(rows) else rows, sequences)
 
     def rate(self, sequences: int) -> float:
-        """The picks per second of each sequence, if `sequences` share forward passes."""
-        with self.shared.lock:
-            plain = self.seconds(sequences, 1)
-            return self._size(sequences).speedup / plain if plain else 0.0
-
-    def price_of_row(self, sequences: int) -> float:
-        """The cost of one more row than usual, in picks of each sequence."""
-        with self.shared.lock:
-            usual = self._size(sequences).rows
-            more = self.seconds(sequences, 1.5 * usual) - self.seconds(sequences, usual)
-            return self.rate(sequences) * more / (0.5 * usual)
+        """The picks per second of each sequence, if `sequences` share forward passes: never less than without guesses."""
+        plain = self.seconds(sequences, 1)
+        return max(1.0, self.picks / self.plain if self.plain else 0.0) / plain if plain else 0.0
 
     def width(self, offers: Sequence[tuple[int, Sequence[float]]], sequences: int | None = None) -> int:
         """The best number of rows for each sequence in a shared forward pass of the target.
@@ -147,183 +204,94 @@ class Policy:
         """
         count = len(offers) if sequences is None else sequences
         gains = [(unread, list(accumulate(probabilities, initial=0.0))) for unread, probabilities in offers]
-        with self.shared.lock:
-            rate, most_picks = self.rate(count), sum(some[-1] for _, some in gains) / len(gains)
-            least, most = max(unread for unread, _ in gains), max(unread + len(some) for unread, some in gains)
-            best, best_worth = least, -inf
-            for width in range(least, most):
-                cost = rate * self.seconds(count, width)
-                if most_picks - cost <= best_worth:  # more rows cost no less
-                    break
-                picks = sum(some[min(width - unread, len(some) - 1)] for unread, some in gains) / len(gains)
-                if picks - cost > best_worth:
-                    best, best_worth = width, picks - cost
-            return best
+        least, most = max(unread for unread, _ in gains), max(unread + len(some) for unread, some in gains)
+        with self.lock:
+            rate = self.rate(count)
 
-    def observe(self, batch: Batch, outcomes: Sequence[Outcome], seconds: float, *, is_pure: bool = True) -> None:
+            def worth(width: int) -> float:
+                picks = sum(some[min(width - unread, len(some) - 1)] for unread, some in gains) / len(gains)
+                return picks - rate * self.seconds(count, width)
+
+            return max(range(least, max(most, least + 1)), key=worth)
+
+    def observe(self, outcomes: Sequence[Outcome], seconds: float, *, is_pure: bool = True) -> None:
         """Learn from a round: from what became of its sequences' guesses, and from the `seconds` of the whole round.
 
-        `is_pure`: False if it also did other work, such as reading a prompt. Then its seconds count only while little is known,
-        and only if all sequences of the batch have an outcome.
+        `is_pure`: False if it also did other work, such as reading a prompt, so that its seconds don't count.
+
+        Each draft that was asked is judged by the picks that it gained, less those that its time was worth: its own, and its
+        share, by its nodes, of what rows added to the target's forward pass. A gain is the mean of how many ids were right and
+        how many were expected to be: expectations vary less than results, so that fewer rounds are needed. In a trial, only
+        results count.
         """
-        with self.shared.lock:
+        with self.lock:
+            for draft in {id(draft): draft for one in outcomes for draft in one.drafts or self.drafts}.values():
+                draft.count()
             count, rows = len(outcomes), max(one.rows for one in outcomes)
-            size, slowness = self._size(count), self.shared.slowness if self.reads_clock else 0.0
-            asked = [
-                _Asked(i, draft, each, draft.learn(each, one.block, slowness))
-                for i, one in enumerate(outcomes)
-                for draft, each in zip(one.drafts or self.drafts, one.proposals, strict=False)
-                if each.tree is not None
-            ]
-            if self.reads_clock and (is_pure or count == batch.sequences):
-                self._measure(count, rows, seconds - sum(one.drafting for one in outcomes), is_pure=is_pure)
-            plain = self.seconds(count, 1)
-            if not plain:
+            pairs = [pair for one in outcomes for pair in zip(one.drafts, one.proposals, strict=False)]
+            asked = [(draft, each) for draft, each in pairs if each.tree is not None]
+            if self.reads_clock and is_pure:
+                self.rounds.add(rows, max(0.0, seconds - sum(each.seconds for _, each in asked)), count)
+            costs = [draft.learn(each) for draft, each in asked]
+            if not (plain := self.seconds(count, 1)):
                 return
-            picks = sum(one.picks for one in outcomes) / count
-            whole = (self.seconds(count, rows) + sum(one.seconds for one in asked)) / plain
-            size.add(picks, whole)
-            if not asked:
-                size.spacing, size.since = min(2 * size.spacing, ROUNDS) if size.since else size.spacing, 0
-            elif batch.judged:
-                size.since += 1
-                size.rows += SHARE * (rows - size.rows)
-                self._judge(batch, outcomes, asked, rows, size.speedup / plain)
-
-    def _judge(self, batch: Batch, outcomes: Sequence[Outcome], asked: Iterable[_Asked], rows: float, rate: float) -> None:
-        """Judge each draft that was asked, by comparing the round with what it would have been without that draft.
-
-        Costs that no draft causes alone, such as those of a row that each of two drafts fills, are divided among all by how
-        many nodes are theirs. `rate`: the picks of a sequence per second.
-        """
-        count, nodes = len(outcomes), [sum(len(each.own) for each in one.proposals) for one in outcomes]
-        judged = dict[int, tuple[Gate, list[_Asked]]]()
-        for one in asked:
-            gate = one.draft.gate(batch.sequences, one.proposal.sure)
-            judged.setdefault(id(gate), (gate, []))[1].append(one)
-        saved = {key: rate * self._saved(some, nodes, count, rows) for key, (_, some) in judged.items()}
-        shared = rate * (self.seconds(count, rows) - self.seconds(count, 1)) - sum(saved.values())  # no draft alone saves it
-        for key, (gate, some) in judged.items():
-            draft, share = some[0].draft, sum(len(one.proposal.own) for one in some) / max(1, sum(nodes))
-            picks = -saved[key] - max(0.0, shared) * share
-            for one in some:
-                right = len(one.proposal.own.intersection(outcomes[one.sequence].path))
-                picks += gate.gain(right, one.proposal.expected) / count - rate * one.seconds
-            others = [other for other in draft.gates.values() if other is not gate]
-            closed = sum(each.is_closed(batch.sequences, some[0].proposal.sure) for each in self.drafts)
-            gate.judge(picks, others, sequences=count, closed=closed)
-
-    def _saved(self, some: Iterable[_Asked], nodes: Sequence[int], count: int, rows: float) -> float:
-        """The seconds that a forward pass of the target would have taken less without some guesses. It has as many rows as the
-        largest guess takes. `nodes`: how many nodes each sequence's guess has.
-        """
-        without = [*nodes]
-        for one in some:
-            without[one.sequence] -= len(one.proposal.own)
-        fewer = max(nodes) - max(without)
-        return self.seconds(count, rows) - self.seconds(count, max(1.0, rows - fewer))
-
-    def _measure(self, sequences: int, rows: float, seconds: float, *, is_pure: bool) -> None:
-        """Learn from the seconds of a round, without those of drafts. If they differ from the prediction, the machine is taken
-        to have changed: by the median of three rounds, since a single slow one is a hiccup.
-
-        A round that did other work as well takes no less than one that didn't. So it counts while little is known of so many
-        rows, unless it took longer than predicted.
-        """
-        size = self._size(sequences)
-        is_known = size.rounds.knows(rows)
-        if seconds <= 0:  # a draft of another thread's sequence may have been waited for
-            return
-        if not is_pure and (is_known or seconds > (self.seconds(sequences, rows) * self.shared.slowness or inf)):
-            return
-        if is_known:
-            self.shared.ratios.append(seconds / (self.shared.slowness * size.rounds.at(rows)))
-            ratio = median(self.shared.ratios)
-            slowness = self.shared.slowness * (1 + 3 * SHARE * (min(2.0, max(0.5, ratio)) - 1))
-            self.shared.slowness = min(_SLOWEST, max(1 / _SLOWEST, slowness))
-        size.rounds.add(rows, seconds / self.shared.slowness)
-
-    def seconds(self, sequences: int, rows: float) -> float:
-        """The predicted seconds of a round, without those of drafts; 0 if nothing was measured yet."""
-        rows, size = self.padded(sequences, int(rows)) if rows == int(rows) else rows, self._size(sequences)
-        if size.rounds.at(1):
-            return size.rounds.at(rows)
-        known = [other for other, one in self.shared.sizes.items() if one.rounds.at(1)]
-        nearest = min(known, key=lambda other: abs(other - sequences), default=0)
-        return self.shared.sizes[nearest].rounds.at(rows * sequences / nearest) if nearest else 0.0
-
-    def _size(self, sequences: int) -> BatchSize:
-        """What is known for about this many sequences."""
-        size = rounded_down(sequences)
-        if size not in self.shared.sizes:
-            self.shared.sizes[size] = BatchSize(LatencyModel(row=size * ROW))
-        return self.shared.sizes[size]
+            # A round that is far better than others, such as amid a repetition, counts as at most twice as good.
+            whole, rate = self.seconds(count, rows), self.rate(count)
+            picks = min(sum(one.picks for one in outcomes) / count, 1 + 2 * rate * (whole + sum(costs)))
+            self.picks = (1 - SHARE) * self.picks + picks
+            self.plain = (1 - SHARE) * self.plain + (whole + sum(costs)) / plain
+            self.spacing = self.spacing if asked else min(2 * self.spacing, _ROUNDS)
+            self.since = self.since + 1 if asked else 0
+            price = self.rate(count) * (whole - plain) / max(1, sum(each.nodes for _, each in asked))
+            gained = dict[int, float]()
+            for (draft, each), cost in zip(asked, costs, strict=True):
+                gain = each.right if draft.trial else (each.right + each.expected) / 2
+                gain = gain / count - self.rate(count) * cost - price * each.nodes
+                gained[id(draft)] = gained.get(id(draft), 0.0) + gain
+            paused = max(1, sum(draft.pause > 0 for draft in self.drafts))
+            for draft in {id(draft): draft for draft, _ in asked}.values():
+                draft.judge(gained[id(draft)], count, paused)
 
 
-@dataclass(frozen=True, kw_only=True)
-class DraftBudget(Budget):
-    """A budget for one draft's guess in a round: within the caller's limits, as much as pays by what the policy knows.
+@dataclass(frozen=True)
+class Pays:
+    """What pays of one draft's guess in a round.
 
     `sequences`: how many share forward passes. `unread`: how many committed ids the target's forward pass reads anyway.
-    `is_trial`: whether the draft's gate was closed, and the draft is asked to see whether it pays again. `drafted`: what the
-    draft's forward passes in this round have taken so far.
+    `drafted`: what the draft's forward passes in this round took so far.
     """
 
     policy: Policy
     draft: DraftPolicy
     sequences: int
     unread: int
-    is_trial: bool
-    drafted: Sequence[Cost]
+    drafted: Sequence[Cost] = ()
 
-    @classmethod
-    def of(
-        cls, budget: Budget, policy: Policy, draft: DraftPolicy, batch: Batch, sure: float, unread: int, drafted: Sequence[Cost]
-    ) -> "DraftBudget":
-        """The settings of a budget, for one draft in one round."""
-        settings = {one.name: getattr(budget, one.name) for one in fields(Budget)}
-        is_trial = draft.gate(batch.sequences, sure).trial
-        return cls(
-            **settings, policy=policy, draft=draft, sequences=batch.sequences, unread=unread, is_trial=is_trial, drafted=drafted
-        )
+    def expanded(self, probabilities: Sequence[float]) -> int:
+        """How many paths to continue by the draft's next forward pass; 0 if that doesn't pay or its latency isn't known.
 
-    def expanded(self, level: int, probabilities: Sequence[float]) -> int:
-        """How many paths to continue by the draft's next forward pass, after `level` forward passes.
-
-        It is 0 if that doesn't pay or if the draft's latency isn't known. The worth of a path is the expected gain of its next
-        id, less the cost of the row of the target's forward pass that verifies it. All sequences of a batch wait for the
-        draft's forward pass, so those that share it have to make up for all.
+        The worth of a path is the expected gain of its next id, less the cost of a row of the target's forward pass. All
+        sequences of the batch wait for the draft's forward pass, so those that share it, taken to be as many as shared the last
+        one, have to make up for all. The first one says nothing about that: some may have had much to read.
         """
-        most = super().expanded(level, probabilities)
-        with self.policy.shared.lock:
-            if not most or not self.draft.forward.at(1):
+        policy, many = self.policy, self.sequences
+        with policy.lock:
+            if not self.draft.forward.at(1) or not probabilities:
                 return 0
-            rate, row = self.policy.rate(self.sequences), self.policy.price_of_row(self.sequences)
-            calibration = self.draft.calibration
-            gains = [calibration.believed(one) * calibration.onward - row for one in probabilities[:most]]
-            sharing = self._sharing(level)
+            if len(self.drafted) > 1 and policy.reads_clock:
+                many = self.drafted[-1].texts
+            rate = policy.rate(self.sequences)
+            row = rate * (policy.seconds(self.sequences, 8) - policy.seconds(self.sequences, 4)) / 4
+            gains = list(accumulate(self.draft.believed(one) * _ONWARD - row for one in probabilities))
 
             def worth(count: int) -> float:
-                seconds = self.draft.forward.at(count * sharing) * self.sequences / sharing
-                return sum(gains[:count]) - _DOUBT * rate * seconds
+                return gains[count - 1] - _DOUBT * rate * self.draft.forward.at(count * many) * self.sequences / many
 
-            best = max(range(1, most + 1), key=worth)
+            best = max(range(1, len(gains) + 1), key=worth)
             return best if worth(best) > 0 else 0
-
-    def _sharing(self, level: int) -> int:
-        """How many sequences are expected to share the draft's next forward pass: as many as shared the last one.
-
-        The first forward pass says nothing about that, since those that have much to read may have one of their own. Drafts
-        without a model have no forward passes (0 rows), so each sequence takes its own time.
-        """
-        if not self.drafted or not self.policy.reads_clock or (level == 1 and self.drafted[-1].rows):
-            return self.sequences
-        return self.drafted[-1].texts
 
     def verified(self, probabilities: Sequence[float]) -> int:
         """How many guessed ids are worth a row of the target's forward pass each; in a trial, at least one."""
-        most = super().verified(probabilities)
-        with self.policy.shared.lock:
-            believed = [self.draft.calibration.believed(probability) for probability in probabilities[:most]]
-            worth = self.policy.width([(self.unread, believed)], self.sequences) - self.unread
-            return max(worth, int(self.is_trial and most > 0))
+        believed = [self.draft.believed(probability) for probability in probabilities]
+        worth = self.policy.width([(self.unread, believed)], self.sequences) - self.unread
+        return max(worth, int(self.draft.trial and bool(believed)))

@@ -1,11 +1,14 @@
 """How much may be guessed in one round."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from xtok.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from xtok.drafts.policy.policy import Pays
 
 Schedule = Literal["cost", "constant", "heuristic"]
 
@@ -21,6 +24,7 @@ class Budget:
     `schedule`: "constant" always guesses that much; "cost" guesses less where more doesn't pay; "heuristic" changes the depth
     much as transformers' assisted generation does: 2 more after a guess that was entirely right, else 1 less. `confidence`: a
     draft continues only tokens to which it gives at least this probability (transformers' `assistant_confidence_threshold`).
+    `pays`: what pays within these limits, in one round; the schedule "cost" sets it.
     """
 
     depth: int = 8
@@ -29,6 +33,7 @@ class Budget:
     longest: int = 64
     schedule: Schedule = "cost"
     confidence: float = 0.0
+    pays: "Pays | None" = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, least in (("depth", 1), ("width", 1), ("nodes", 1), ("longest", 0)):
@@ -48,11 +53,13 @@ class Budget:
 
         `probabilities`: the paths' probabilities, in descending order.
         """
-        return min(self.width, len(probabilities)) if level < self.depth else 0
+        most = min(self.width, len(probabilities)) if level < self.depth else 0
+        return most if self.pays is None else self.pays.expanded(probabilities[:most])
 
     def verified(self, probabilities: Sequence[float]) -> int:
         """How many of the most likely guessed ids the target is to verify. `probabilities`: the ids', in descending order."""
-        return min(self.nodes, len(probabilities))
+        most = min(self.nodes, len(probabilities))
+        return most if self.pays is None else self.pays.verified(probabilities[:most])
 
 
 def check_budget(given: Any) -> None:
