@@ -8,14 +8,16 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
-OUTSIDE = ("CHANGELOG.md", "CONTRIBUTING.md")
+OUTSIDE = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+"""Files of the repository's root, and what they are called on the site."""
 LOADED = re.compile(r"""(?:src=|<link[^>]*href=|url\(|@import\s)["']?(https?:[^"')\s>]+)""")
+LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s]*)\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the changelog and the notes for contributors, whose links begin at the repository's root."""
-    for name in OUTSIDE:
-        files.append(File.generated(config, name.lower(), content=_from_docs((ROOT / name).read_text(encoding="utf-8"))))
+    """Add the pages whose files lie in the repository's root: the start page, the changelog and the notes for contributors."""
+    for name, page in OUTSIDE.items():
+        files.append(File.generated(config, page, content=_from_docs((ROOT / name).read_text(encoding="utf-8"))))
     return files
 
 
@@ -27,7 +29,13 @@ def on_post_build(config: MkDocsConfig) -> None:
 
 
 def _from_docs(text: str) -> str:
-    """The text, with links as they are for a page of the site."""
-    for name in OUTSIDE:
-        text = text.replace(f"]({name}", f"]({name.lower()}")
-    return text.replace("](docs/", "](")
+    """The text, with links as they are for a page of the site; a link to what isn't on it becomes plain text."""
+
+    def link(found: re.Match[str]) -> str:
+        words, address = found.groups()
+        path, hash_sign, anchor = address.partition("#")
+        if path.startswith(("https:", "docs/")) or not path:
+            return f"[{words}]({address})"
+        return f"[{words}]({OUTSIDE[path]}{hash_sign}{anchor})" if path in OUTSIDE else words
+
+    return LINK.sub(link, text).replace("](docs/", "](")
