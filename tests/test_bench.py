@@ -73,16 +73,24 @@ def test_a_pair_that_transformers_refuses_has_no_rows_of_transformers() -> None:
     assert all(row.identical == 1 for row in rows)
 
 
+def test_texts_may_be_generated_several_at_a_time() -> None:
+    target, draft = load(pair.TARGET, "target"), load(pair.DRAFT, "draft")
+    for guesses in (draft, None):
+        rows = compare(target, guesses, pair.prompts()[:3], SETTINGS["greedy"], max_new_tokens=4, guess_length=5, batch=2)
+        assert [row.system for row in rows] == (OWN if guesses else OWN[:4])  # transformers guesses for one text alone
+        assert all(row.identical == row.prompts == 3 and row.new_tokens == 12 for row in rows)
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("setting", ["penalty", "sampled"])
 def test_text_that_does_not_loop_is_that_of_the_target_whatever_guesses(setting: str) -> None:
     target, draft = load(pair.TARGET, "target"), load(pair.DRAFT, "draft")
-    rows = compare(target, draft, pair.prompts()[:2], SETTINGS[setting], max_new_tokens=12, guess_length=5, repeats=2)
+    rows = compare(target, draft, pair.prompts()[:2], SETTINGS[setting], max_new_tokens=12, guess_length=5)
     assert [row.system for row in rows[: len(OWN)]] == OWN
     others = [row for row in rows if row.system == ALONE or row.system.startswith("UAG")]
     assert len(others) >= 2
-    assert all(row.identical == 4 == row.prompts for row in rows if row not in others)
-    assert all(row.identical == (None if setting == "sampled" else 4) for row in others)
+    assert all(row.identical == 2 == row.prompts for row in rows if row not in others)
+    assert all(row.identical == (None if setting == "sampled" else 2) for row in others)
 
 
 def test_the_penalty_and_the_noise_change_the_text() -> None:
@@ -126,8 +134,6 @@ def asked_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[tuple[Any
 
     monkeypatch.setattr("xtok.bench.compare.compare", record("compare"))
     monkeypatch.setattr("xtok.bench.sampled.compare_sampled", record("sampled"))
-    monkeypatch.setattr("xtok.bench.lists.compare_batches", record("batches"))
-    monkeypatch.setattr("xtok.bench.lists.compare_bits", record("bits"))
     monkeypatch.setattr("xtok.bench.drafters.compare_drafters", record("drafters"))
     run("bench", *arguments, "--json")
     return asked
@@ -137,7 +143,6 @@ def asked_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[tuple[Any
     ("arguments", "names"),
     [
         *deep((["sampled", "--max-new-tokens", "4"], ["sampled"]), (["--max-new-tokens", "4", "sampled"], ["sampled"])),
-        (["--max-new-tokens=4", "--device", "cpu", "batches", "--setting", "greedy"], ["batches"]),
         (["--setting", "sampled", "--limit", "2"], ["compare"]),
         *deep((["--setting", "sampled", "compare"], ["compare"]), ([], ["compare"] * 3)),
         (["--draft", str(pair.DRAFT), "drafters", "--limit", "3"], ["drafters"]),
@@ -147,7 +152,7 @@ def test_a_command_may_come_after_options(arguments: list[str], names: list[str]
     assert [one[0] for one in asked_of(monkeypatch, *arguments)] == names
 
 
-@pytest.mark.parametrize("command", ["compare", "batches", *deep("sampled", "bits")])
+@pytest.mark.parametrize("command", ["compare", *deep("sampled")])
 def test_all_prompts_of_a_file_are_measured_up_to_a_limit(
     command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -177,7 +182,6 @@ def test_the_repetition_penalty_is_that_of_its_setting(monkeypatch: pytest.Monke
     ways = [one[2] for one in asked_of(monkeypatch, "--repetition-penalty", "1.5")]
     assert [way.arguments.get("repetition_penalty") for way in ways] == [None, 1.5, 1.0]
     assert ways[1].title == "greedily, repetition penalty 1.5"
-    assert [one[2] for one in asked_of(monkeypatch, "batches")] == list(SETTINGS.values())
 
 
 @pytest.mark.deep
@@ -448,39 +452,3 @@ def test_a_tokenizer_of_another_family_has_no_larger_vocabulary(family: str) -> 
 
 def test_an_unknown_benchmark_is_refused() -> None:
     assert "No such command 'nosuch'" in run("bench", "nosuch", code=2)[1]
-
-
-def test_lists_of_batches_have_a_row_per_system_and_size(tmp_path: Path) -> None:
-    file = tmp_path / "prompts.txt"
-    file.write_text("\n".join(pair.prompts()[:3]), encoding="utf-8")
-    asked = ["bench", "batches", "--prompts", str(file), "--max-new-tokens", "4", "--setting", "greedy", "--repeats", "1"]
-    rows = json.loads(run(*asked, "--batch", "1,9", "--json")[0])
-    names = ["transformers' batches", "xtok, no draft", "xtok, one after another", "xtok"]
-    assert [(row["texts"], row["system"]) for row in rows] == [(1, name) for name in names] + [
-        (9, name) for name in names if name != "xtok, one after another"
-    ]
-    assert all(row["identical"] == (None if row["system"] == names[0] else 1.0) for row in rows)
-    assert all(row["as_transformers"] == 1.0 for row in rows)
-    assert all(row["tokens_per_forward"] >= 1.0 and row["tokens_per_second"] > 0 for row in rows)
-    assert {row["speed"] for row in rows if row["system"] == names[0]} == {1.0}
-    assert names[3] in run(*asked, "--limit", "1", "--batch", "1")[0]
-
-
-@pytest.mark.deep
-def test_texts_by_stable_forwards_are_counted_beside_those_by_others(tmp_path: Path) -> None:
-    file = tmp_path / "prompts.txt"
-    file.write_text("\n".join(pair.prompts()[:2]), encoding="utf-8")
-    asked = ["bench", "bits", "--prompts", str(file), "--max-new-tokens", "3", "--setting", "sampled", "--dtype", "bfloat16"]
-    rows = json.loads(run(*asked, "--batch", "2", "--repeats", "2", "--json")[0])
-    systems = [(name, stable) for name in ("no draft", "draft") for stable in (False, True)]
-    assert [(row["texts"], row["system"], row["stable"]) for row in rows] == [(2, *system) for system in systems]
-    assert all(row["differ"] == 0 for row in rows if row["stable"])
-    assert all((row["written"], row["picks"]) == (4, 12) and row["tokens_per_second"] > 0 for row in rows)
-    assert {row["speed"] for row in rows if not row["stable"]} == {1.0}
-    printed = run(*asked, "--limit", "1", "--batch", "1", "--repeats", "1")[0]
-    assert "differ: texts with other ids" in printed and "draft" in printed
-
-
-@pytest.mark.parametrize("batch", ["", "0", "1,x", "4,,8"])
-def test_sizes_of_batches_that_are_none_are_refused(batch: str) -> None:
-    assert "give whole numbers from 1 on" in run("bench", "batches", "--batch", batch, code=1)[1]

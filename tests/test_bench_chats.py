@@ -13,8 +13,7 @@ from worlds import fitting, tokenizer
 from xtok import pair
 from xtok.bench.chats import CHAT_SETTINGS, KindRow, Question, _surprises, as_chats, by_kind, compare_chats, questions
 from xtok.bench.compare import DRAFT, LOOKUP, NO_MODEL, UAG
-from xtok.bench.lists import compare_batches
-from xtok.bench.runs import ALONE, NONE, SETTINGS, XTOK, Runs, Written, in_turns
+from xtok.bench.runs import ALONE, NONE, XTOK, Runs, Written, in_turns
 from xtok.errors import InvalidInputError
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
@@ -119,52 +118,6 @@ def test_the_command_asks_the_questions_of_a_file_and_prints_tables(folder: Path
 def test_what_the_command_cannot_measure_is_refused() -> None:
     assert "no chat template" in run("bench", "chats", "--draft", str(pair.DRAFT), code=1)[1]
     assert "greedy, sampled, own" in run("bench", "chats", "--setting", "penalty", code=1)[1]
-
-
-@pytest.mark.parametrize("arguments", [[], ["--limit", "3"], ["--prompts", "own.txt"]])
-def test_batches_may_be_of_chats(arguments: list[str], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("own.txt").write_text("Who?\nWhere?\n", encoding="utf-8")
-    given: list[Any] = []
-    monkeypatch.setattr("xtok.bench.lists.compare_batches", lambda _, __, texts, *___, **____: given.append(texts) or [])
-    asked = [
-        "bench",
-        "batches",
-        "--chats",
-        "--target",
-        str(folder),
-        "--draft",
-        str(pair.DRAFT),
-        "--setting",
-        "greedy",
-        "--json",
-    ]
-    run(*asked, *arguments)
-    texts = ["Who?", "Where?"] if "--prompts" in arguments else [one.text for one in questions()][: 3 if arguments else None]
-    assert given == [[[{"role": "user", "content": text}] for text in texts]]
-
-
-def test_batches_may_be_guessed_by_heads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[Any] = []
-    monkeypatch.setattr("xtok.bench.lists.compare_batches", lambda _, draft, *__, **___: given.append(draft) or [])
-    asked = ["bench", "batches", "--target", str(folder), "--heads", str(pair.HEADS), "--setting", "greedy", "--json"]
-    run(*asked)
-    assert [one.file for one in given] == [pair.HEADS]
-    assert "--heads guess instead of a draft model" in run(*asked, "--ratio", "2", code=1)[1]
-
-
-def test_lists_of_batches_take_chats_and_no_text_twice_while_there_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, seen = chat_model(), list[Any]()
-
-    def recorded(systems: Any, calls: Any, title: str) -> Any:
-        seen.extend(call["texts"] for call in calls)
-        return {name: Runs([Written([[1]], 1.0, 1)]) for name in systems}
-
-    monkeypatch.setattr("xtok.bench.lists.write_in_turns", recorded)
-    chats = as_chats(target[1], [str(number) for number in range(10)])
-    compare_batches(target, chat_model(seed=1), chats, SETTINGS["greedy"], [2], max_new_tokens=2, repeats=2)
-    assert [len(texts) for texts in seen] == [2, 4, 4]
-    assert [text for texts in seen for text in texts] == chats
 
 
 def test_systems_begin_in_turns_if_their_order_rotates() -> None:

@@ -174,7 +174,7 @@ def test_another_target_without_a_draft_says_what_guesses(tmp_path: Path) -> Non
     assert printed.startswith("xtok: no --draft was given, so no model guesses (prompt lookup and token recycling do)")
 
 
-@pytest.mark.parametrize("command", ["inspect", "tune-draft", "bench batches", "bench drafters", "bench chats"])
+@pytest.mark.parametrize("command", ["inspect", "tune-draft", "bench drafters", "bench chats"])
 @pytest.mark.parametrize(
     ("given", "reported"),
     [

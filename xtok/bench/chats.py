@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from xtok.assisted import XTokAssisted
-from xtok.bench.compare import HEADS, HEADS_ALONE, UAG, Row, row, ways
+from xtok.bench.compare import HEADS, HEADS_ALONE, UAG, Row, row, ways, works
 from xtok.bench.rows import Column
 from xtok.bench.runs import (
     ALONE,
@@ -122,8 +121,7 @@ def compare_chats(
         xts |= {HEADS: XTokAssisted(target, heads), HEADS_ALONE: XTokAssisted(target, [heads])}
     systems = systems_of(target, xts, arguments)
     assisted = partial(by_transformers, target, **uag(target[1], draft, None), **arguments)
-    with suppress(ValueError, AttributeError):  # transformers refuses the pair, or fails on it
-        assisted(texts=[first])
+    if works(assisted, {"texts": [first]}):
         systems[UAG] = assisted
     runs = write_in_turns(systems, [{"texts": [first]}, *calls], setting.title)
     named = XTOK if heads is None else HEADS

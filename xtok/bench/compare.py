@@ -72,46 +72,58 @@ def compare(
     *,
     max_new_tokens: int,
     guess_length: int,
-    repeats: int = 1,
+    batch: int = 1,
 ) -> list[Row]:
-    """Continue every prompt by every system in turn. Returns a row for each system.
+    """Continue every prompt by every system in turn, `batch` of them at a time. Returns a row for each system.
 
     xtok runs without a draft, with prompt lookup alone, with that and token recycling, with its default drafts, with the draft
     alone, and with the draft in chains and trees of `guess_length` draft tokens. Without a draft model, only those that need
     none run, and transformers' prompt lookup. UAG runs with its defaults, with guesses of constant `guess_length`, and with
-    guesses of the length that is fastest on three of the prompts. If it refuses the pair (vocabularies of one size), it has no
-    rows. A prompt's number is its seed. Raises `InvalidInputError` without prompts.
+    guesses of the length that is fastest on three of the prompts. If it doesn't take the pair or the batch, it has no rows.
+    A prompt's number is its seed. Raises `InvalidInputError` without prompts.
     """
     check_prompts(prompts)
     arguments = {**setting.arguments, "max_new_tokens": max_new_tokens}
-    calls = [{"texts": [prompt], "seed": seed} for seed, prompt in enumerate(prompts)]
+    starts = range(0, len(prompts), batch)
+    calls: list[dict[str, Any]] = [{"texts": prompts[at : at + batch], "size": batch, "seed": at} for at in starts]
     chain = Budget(guess_length, width=1, schedule="constant")
     tree = Budget(guess_length, width=4, nodes=32, schedule="constant")
     fixed = {CHAIN.format(guess_length): chain, TREE.format(guess_length): tree} if draft else {}
     xts = ways(target, draft) | {name: XTokAssisted(target, [draft], budget=budget) for name, budget in fixed.items()}
     systems = systems_of(target, xts, arguments)
     if draft is None:
-        systems[THEIR_LOOKUP] = partial(by_transformers, target, prompt_lookup_num_tokens=_LOOKED_UP, **arguments)
+        looked_up = partial(by_transformers, target, prompt_lookup_num_tokens=_LOOKED_UP, **arguments)
+        systems |= {THEIR_LOOKUP: looked_up} if works(looked_up, calls[0]) else {}
     else:
         systems |= _assisted(target, draft, calls, guess_length, setting.title, arguments)
-    runs = write_in_turns(systems, [calls[0], *calls * repeats], setting.title)
+    runs = write_in_turns(systems, [calls[0], *calls], setting.title)
     return [row(name, runs, sampled=setting.arguments["do_sample"]) for name in runs]
+
+
+def works(system: System, call: Mapping[str, Any]) -> bool:
+    """Whether transformers' own speculative decoding takes a pair: it refuses vocabularies of one size and batches, and
+    fails on some pairs when sampling.
+    """
+    try:
+        system(**call)
+    except (ValueError, AttributeError):
+        return False
+    return True
 
 
 def _assisted(
     target: Any, draft: Any, calls: Sequence[Mapping[str, Any]], guess_length: int, title: str, arguments: Mapping[str, Any]
 ) -> dict[str, System]:
     """UAG with its defaults, with guesses of `guess_length`, and of the length that is fastest on three calls. Empty if
-    transformers refuses the pair.
+    transformers doesn't take the pair.
     """
     lengths = {UAG: None, **{UAG_LENGTH.format(length): length for length in sorted({guess_length, *LENGTHS})}}
     assisted = {
         name: partial(by_transformers, target, **uag(target[1], draft, length), **arguments) for name, length in lengths.items()
     }
-    try:
-        tried = write_in_turns(assisted, [calls[0], *calls[:3]], f"lengths of guesses, {title}")
-    except ValueError:  # transformers refuses the pair
+    if not works(assisted[UAG], calls[0]):
         return {}
+    tried = write_in_turns(assisted, [calls[0], *calls[:3]], f"lengths of guesses, {title}")
     best = min(list(lengths)[1:], key=lambda name: sum(run.seconds / run.tokens for run in tried[name]))
     return {name: assisted[name] for name in lengths if name in (UAG, UAG_LENGTH.format(guess_length), best)}
 
@@ -140,7 +152,7 @@ def row(name: str, runs: dict[str, Runs], *, sampled: bool) -> Row:
         as_transformers=None if sampled else own.identical(runs[ALONE]),
         near_ties=sum(len(some or ()) for some in ties) if known else None,
         elsewhere=_elsewhere(own, runs[ALONE]) if known and not sampled else None,
-        prompts=len(own),
+        prompts=own.texts,
         new_tokens=sum(run.tokens for run in own),
         tokens_per_forward=own.tokens_per_forward,
         target_forwards=sum(run.target_forwards for run in own),

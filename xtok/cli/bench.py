@@ -1,15 +1,12 @@
 """`xtok bench`: its commands, their options, and the models and texts that they pass to the benchmarks."""
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from xtok.cli.bench_chats import asked_questions, chats
+from xtok.cli.bench_chats import chats
 from xtok.cli.bench_gpu import gpu
 from xtok.cli.bench_options import (
-    BatchOption,
-    ChatsOption,
     GuessOption,
     Sample,
     Size,
@@ -54,7 +51,7 @@ def compare_systems(
     ] = None,
     max_new_tokens: TokensOption = 64,
     guess_length: GuessOption = 5,
-    repeats: Annotated[int, typer.Option(min=1, help="How often to run each prompt.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, help="How many texts to write at a time.")] = 1,
     tune: Annotated[
         bool,
         typer.Option(
@@ -90,7 +87,7 @@ def compare_systems(
         if tune:
             model, tokenizer = pairs.tuned(big, own, others)
             drafts["fine-tuned"] = model.to(own[0].device, own[0].dtype), tokenizer
-    shape = {"max_new_tokens": max_new_tokens, "guess_length": guess_length, "repeats": repeats}
+    shape = {"max_new_tokens": max_new_tokens, "guess_length": guess_length, "batch": batch}
     found = {
         name: {kind: compare.compare(big, one, texts[: sample.limit], way, **shape) for kind, one in drafts.items()}
         for name, way in settings.items()
@@ -149,67 +146,5 @@ def drafters(
     print_found(rows, {"": rows}, json)
 
 
-@app.command()
-@on_the_command_line
-def batches(
-    models: Models,
-    sample: Sample,
-    ways: Ways,
-    size: Size,
-    draft: DraftOption = None,
-    max_new_tokens: TokensOption = 64,
-    batch: BatchOption = "1,2,4,8,16,32",
-    as_chats: ChatsOption = False,
-    heads: Annotated[Path | None, typer.Option(help="A file of heads that guess instead of the draft model.")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="How often to run each batch.")] = 3,
-    json: JsonOption = False,
-) -> None:
-    """Batches: transformers' padded ones, and xtok's, without a draft and with one."""
-    from xtok.bench import chats, lists
-    from xtok.drafts.heads import HeadsDrafter
-
-    settings, sizes = ways.settings(), _sizes("batch", batch)
-    texts: Any = [one.text for one in asked_questions(*sample)] if as_chats else sample.prompts(models.named)[: sample.limit]
-    if heads is not None and (draft is not None or size != Size()):
-        raise InvalidInputError("--heads guess instead of a draft model, for the target as it is. Leave the other options out.")
-    target, guesses = size.enlarged(models.load_pair(draft)) if heads is None else (models.load_target(), HeadsDrafter(heads))
-    texts = chats.as_chats(target[1], texts) if as_chats else texts
-    shape: Any = {"max_new_tokens": max_new_tokens, "repeats": repeats}
-    rows = [row for way in settings.values() for row in lists.compare_batches(target, guesses, texts, way, sizes, **shape)]
-    print_found(rows, {"batches": rows}, json)
-
-
-@app.command()
-@on_the_command_line
-def bits(
-    models: Models,
-    sample: Sample,
-    ways: Ways,
-    size: Size,
-    draft: DraftOption = None,
-    max_new_tokens: TokensOption = 64,
-    batch: BatchOption = "1,8",
-    repeats: Annotated[
-        int, typer.Option(min=1, help="How often to write each text; sampled ones get a new seed each time.")
-    ] = 1,
-    json: JsonOption = False,
-) -> None:
-    """What stable=True gives and costs: how many texts differ from the target's alone, with it and without, and the speed."""
-    from xtok.bench import lists
-
-    settings, sizes, texts = ways.settings(), _sizes("batch", batch), sample.prompts(models.named)[: sample.limit]
-    pair = size.enlarged(models.load_pair(draft))
-    shape: Any = {"max_new_tokens": max_new_tokens, "repeats": repeats}
-    rows = [row for way in settings.values() for row in lists.compare_bits(*pair, texts, way, sizes, **shape)]
-    print_found(rows, {"with stable=True and without": rows}, json)
-
-
 for command in (chats, gpu):
     app.command()(command)
-
-
-def _sizes(name: str, given: str) -> list[int]:
-    """Numbers separated by commas. Raises `InvalidInputError` for anything else."""
-    if not all(one.strip().isdecimal() and int(one) for one in given.split(",")):
-        raise InvalidInputError(f"{name} is {given!r}; give whole numbers from 1 on, separated by commas, such as 1,8,32.")
-    return [int(one) for one in given.split(",")]

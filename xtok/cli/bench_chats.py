@@ -2,16 +2,13 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from xtok.cli.bench_options import LimitOption, TokensOption
 from xtok.cli.console import DraftOption, JsonOption, Models, on_the_command_line, print_found, read_lines
 from xtok.pair import pair
-
-if TYPE_CHECKING:
-    from xtok.bench.chats import Question
 
 
 @on_the_command_line
@@ -41,7 +38,9 @@ def chats(
     from xtok.bench import chats, compare, runs
     from xtok.drafts.heads import HeadsDrafter
 
-    settings, asked = runs.named_settings(setting, known=chats.CHAT_SETTINGS), asked_questions(file, limit)
+    settings = runs.named_settings(setting, known=chats.CHAT_SETTINGS)
+    asked = chats.questions() if file is None else [chats.Question("of the file", line) for line in read_lines(file)]
+    asked = asked[:limit]
     target, small = models.load_pair(draft)
     heads = heads or (None if models.named is None else pair(models.named).heads)
     shared: dict[str, Any] = {"max_new_tokens": max_new_tokens, "heads": None if heads is None else HeadsDrafter(heads)}
@@ -57,10 +56,3 @@ def chats(
     print_found({**shape, "titles": titles, "kinds": kinds, "settings": by_setting}, tables, json)
     if not json:
         typer.echo(f"One thread, {shape['dtype']}, {len(asked)} questions.")
-
-
-def asked_questions(file: Path | None, limit: int | None) -> "list[Question]":
-    """The lines of a file, or without one the questions that ship with xtok: the first `limit` of them."""
-    from xtok.bench.chats import Question, questions
-
-    return (questions() if file is None else [Question("of the file", line) for line in read_lines(file)])[:limit]

@@ -20,10 +20,6 @@ LimitOption = Annotated[
 ]
 TokensOption = Annotated[int, typer.Option(min=1, help="How many tokens to write for each prompt.")]
 GuessOption = Annotated[int, typer.Option(min=1, help="How many draft tokens to guess where the length is fixed.")]
-ChatsOption = Annotated[
-    bool, typer.Option("--chats", help="Pass each prompt as a chat; without --prompts, the questions of xtok bench chats.")
-]
-BatchOption = Annotated[str, typer.Option(help="Batch sizes, separated by commas.")]
 
 
 class Sample(NamedTuple):
