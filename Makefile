@@ -54,9 +54,9 @@ test-page: $(INSTALLED)
 
 gpu: $(INSTALLED)
 	mkdir -p build
-	if $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then $(BIN)/python -m pytest tests/test_gpu.py; \
-	else echo "There is no GPU here that torch can use: its tests are left out."; fi
-	$(BIN)/python -m xtok bench gpu --save build/gpu.json
+	if $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then $(BIN)/python -m pytest tests/test_gpu.py && \
+	$(BIN)/python -m xtok bench --large --dtype bfloat16 --setting penalty --limit 8 --json > build/gpu.json; \
+	else echo "There is no GPU here that torch can use: its tests and benchmark are left out."; fi
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

@@ -3,7 +3,6 @@
 import json
 import shutil
 from copy import deepcopy
-from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,20 +12,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from test_cli import run
-from transformers import AutoModelForCausalLM, CohereConfig
-from worlds import ARCHITECTURES, FAMILIES, deep, examples, fitting, model, texts, tokenizer
+from worlds import ARCHITECTURES, deep, examples, fitting, model, tokenizer
 
-from xtok import Budget, XTokAssisted, pair
-from xtok.align.tokenbytes import token_bytes
-from xtok.bench.compare import CHAIN, DRAFT, LOOKUP, NO_MODEL, THEIR_LOOKUP, TREE, UAG, compare
+from xtok import XTokAssisted, pair
+from xtok.bench.compare import CHAIN, DRAFT, LOOKUP, NO_MODEL, THEIR_LOOKUP, TREE, UAG, bandwidth, compare, weight_bytes
 from xtok.bench.drafters import compare_drafters
 from xtok.bench.pairs import tuned
 from xtok.bench.runs import ALONE, NONE, SETTINGS, XTOK, Runs, Written
 from xtok.bench.sampled import ASSISTED, MODE, REJECTION, SHARED, TEMPERATURES, _surprise, compare_sampled
 from xtok.bench.sampled import TREE as TREE_SAMPLED
-from xtok.bench.stretch import blocks_of, shortened, sized, stretch, stretched_to, with_pieces, with_vocabulary
-from xtok.errors import InvalidInputError, UnsupportedModelError, UnsupportedTokenizerError
-from xtok.models.cache import ids_read, vocabulary_size
+from xtok.bench.stretch import blocks_of, shortened, sized, stretch, stretched_to
+from xtok.errors import InvalidInputError, UnsupportedModelError
 from xtok.models.load import load
 
 SEED: dict[bool, dict[str, Any]] = {True: {"seed": 0}, False: {}}
@@ -49,6 +45,7 @@ def test_the_command_prints_json_with_a_row_per_system(tmp_path: Path) -> None:
     assert all(row["identical"] == row["prompts"] == 2 and row["new_tokens"] == 6 for row in rows)
     assert all(row["as_transformers"] == 2 and row["near_ties"] == (None if "UAG" in row["system"] else 0) for row in rows[1:])
     assert mine["target_forwards"] <= 6 < mine["draft_forwards"]
+    assert {row["of_bandwidth"] for row in rows} == {row["replayed"] for row in rows} == {None}  # there is no GPU
 
 
 @pytest.mark.parametrize("given", [["--draft", "lookup"], ["--target", "{}"]], ids=["named", "another target"])
@@ -102,6 +99,12 @@ def test_the_penalty_and_the_noise_change_the_text() -> None:
         for name, one in SETTINGS.items()
     }
     assert len(set(texts.values())) == len(SETTINGS) == 3
+
+
+def test_memory_bandwidth_and_the_weights_that_a_forward_reads_limit_the_speed() -> None:
+    assert 1e8 < bandwidth(torch.device("cpu")) < 1e13
+    target = load(pair.TARGET, "target")[0]
+    assert weight_bytes(target.bfloat16()) == 2 * target.num_parameters()  # the input embeddings are the output's
 
 
 def test_speed_is_seconds_per_token_beside_the_target_alone() -> None:
@@ -333,121 +336,6 @@ def test_the_command_compares_drafters(tmp_path: Path) -> None:
     file.write_text("\n".join(pair.prompts()[:6]), encoding="utf-8")
     printed, _ = run("bench", "drafters", "--prompts", str(file), "--max-new-tokens", "4")
     assert all(name in printed for name in ("prose", "technical", "quoting", "tuned draft + prompt lookup", "heads"))
-
-
-WIDE = (9000, 5000)
-
-
-@cache
-def widened() -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    loaded = load(pair.TARGET, "target"), load(pair.DRAFT, "draft")
-    wide = [with_vocabulary(*one, size) for one, size in zip(loaded, WIDE, strict=True)]
-    return wide[0], wide[1]
-
-
-@pytest.mark.parametrize("role", [0, 1])
-def test_a_larger_vocabulary_changes_no_logits_and_its_ids_are_improbable(role: int) -> None:
-    small, tokens = load((pair.TARGET, pair.DRAFT)[role], "model")
-    big = widened()[role][0]
-    assert vocabulary_size(big) == ids_read(big) == big.config.vocab_size == WIDE[role]
-    ids = torch.tensor([tokens(pair.prompts()[0], add_special_tokens=False).input_ids])
-    with torch.no_grad():
-        old, new = small(ids).logits, big(ids).logits
-    assert torch.allclose(new[..., : old.shape[-1]], old, atol=1e-4)
-    assert (new[..., : old.shape[-1]].argmax(-1) == old.argmax(-1)).all()
-    added = new.double().softmax(-1)[..., old.shape[-1] :].sum(-1)
-    assert float(added.max()) < 1e-4
-    assert float(new[..., old.shape[-1] :].std(-1).min()) > 0.5  # tolerance as the others are
-
-
-@cache
-def narrow(role: int) -> Any:
-    return load((pair.TARGET, pair.DRAFT)[role], "model")[1]
-
-
-@examples(200)
-@given(role=st.sampled_from([0, 1]), text=texts() | st.sampled_from(pair.prompts()))
-def test_a_larger_vocabulary_encodes_texts_as_before(role: int, text: str) -> None:
-    assert widened()[role][1](text).input_ids == narrow(role)(text).input_ids
-
-
-@pytest.mark.parametrize("family", [name for name in FAMILIES if "BPE" in name or "Unigram" in name])
-@examples(20)
-@given(text=texts())
-def test_tokenizers_of_both_families_take_pieces_that_they_never_write(family: str, text: str) -> None:
-    wide = more_pieces(family)
-    assert wide(text).input_ids == tokenizer(family)(text).input_ids
-    assert len(token_bytes(wide)) == 1000
-
-
-@cache
-def more_pieces(family: str) -> Any:
-    return with_pieces(tokenizer(family), 1000)
-
-
-@pytest.mark.parametrize("role", [0, 1])
-def test_the_ids_of_a_larger_vocabulary_decode_to_further_texts(role: int) -> None:
-    tokens, wide = narrow(role), widened()[role][1]
-    old, new = token_bytes(tokens), token_bytes(wide)
-    assert (new.table[: len(old)], len(new), new.family) == (old.table, WIDE[role], old.family)
-    added = [piece for piece in new.table[len(old) :] if piece]
-    assert len({*added}) == len(added) == WIDE[role] - len(old)
-    assert not {*added} & {*old.table}
-    start = wide("猫", add_special_tokens=False).input_ids
-    for token in range(len(old), WIDE[role], 97):
-        assert wide.decode([*start, token]) == f"猫{(new[token] or b'').decode()}"
-
-
-def test_a_pair_of_larger_vocabularies_writes_what_it_wrote() -> None:
-    small = load(pair.TARGET, "target")
-    xt = XTokAssisted(*widened(), budget=Budget(3, width=3, schedule="constant"))
-    for prompt in pair.prompts()[:2]:
-        asked = {"max_new_tokens": 8, "do_sample": False}
-        assert xt.generate(prompt, **asked).token_ids == XTokAssisted(small).generate(prompt, **asked).token_ids
-        asked = {"max_new_tokens": 8, "do_sample": True, "top_k": 0, "seed": 3}
-        drawn = xt.generate(prompt, **asked)
-        assert drawn.token_ids == XTokAssisted(widened()[0]).generate(prompt, **asked).token_ids
-        assert drawn.stats.proposed > 0
-
-
-@pytest.mark.parametrize("role", [0, 1])
-def test_a_model_of_a_larger_vocabulary_is_copied_and_enlarged_like_any_other(role: int) -> None:
-    big = widened()[role][0]
-    ids = torch.arange(40)[None]
-    assert torch.equal(deepcopy(big)(ids).logits, big(ids).logits)
-    assert torch.equal(stretch(big, 2, width=64)(ids).logits, big(ids).logits)
-    assert vocabulary_size(shortened(big, 1)) == WIDE[role]
-
-
-def test_a_larger_vocabulary_is_the_same_each_time() -> None:
-    one, other = (with_pieces(load(pair.DRAFT, "draft")[1], 4200) for _ in range(2))
-    assert one.get_vocab() == other.get_vocab()
-
-
-@pytest.mark.parametrize("size", [7999, 10**9])
-def test_a_vocabulary_that_cannot_be_had_is_refused(size: int) -> None:
-    with pytest.raises(InvalidInputError, match=str(size)):
-        with_vocabulary(*load(pair.TARGET, "target"), size)
-
-
-def test_a_model_whose_head_takes_no_bias_has_no_larger_vocabulary() -> None:
-    target, tokens = load(pair.TARGET, "target")
-    target.lm_head = torch.nn.Sequential(target.lm_head)
-    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM"):
-        with_vocabulary(target, tokens, 9000)
-
-
-def test_logits_that_a_model_shapes_further_have_no_larger_vocabulary() -> None:
-    tokens = tokenizer("byte-level BPE")
-    config = CohereConfig(vocab_size=len(tokens), **ARCHITECTURES["Llama"], logit_scale=0.0625)
-    with pytest.raises(UnsupportedModelError, match="CohereForCausalLM"):
-        with_vocabulary(AutoModelForCausalLM.from_config(config), tokens, 500)
-
-
-@pytest.mark.parametrize("family", ["WordPiece", "characters"])
-def test_a_tokenizer_of_another_family_has_no_larger_vocabulary(family: str) -> None:
-    with pytest.raises(UnsupportedTokenizerError, match="without the risk that it writes them"):
-        with_pieces(tokenizer(family), 5000)
 
 
 def test_an_unknown_benchmark_is_refused() -> None:

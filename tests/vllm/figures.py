@@ -1,13 +1,14 @@
 """vLLM alone, with its own ways to guess, and with xtok, in turns: `make bench-vllm`, or `figures.py aozora|smollm2`.
 
-"aozora": the bundled Japanese target in the shape of one of 420 M parameters, so that a forward pass of it takes about 30 times
-as long as one of the draft. "smollm2": SmolLM2-135M-Instruct, asked the questions of `xtok bench chats`. New requests are added
+"aozora": the bundled Japanese target, enlarged to 400 M parameters, so that a forward pass of it takes about 30 times as long
+as one of the draft. "smollm2": SmolLM2-135M-Instruct, asked the questions of `xtok bench chats`. New requests are added
 as others end, so the number of running requests stays the same; all ways have the same prompts. Tokens per step with
 guesses are by vLLM's own counters.
 """
 
 import sys
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from importlib.util import find_spec
 from itertools import islice, product
 from pathlib import Path
@@ -16,30 +17,32 @@ from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any, NamedTuple
 
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm import LLM, SamplingParams
 
 from xtok.bench.chats import as_chats, questions
-from xtok.bench.widen import SERVED, shaped, widened
 from xtok.pair import DRAFT, TARGET, pair, prompts
 
-SHAPE = SERVED._replace(blocks=32)
+WIDTH, BLOCKS = 16384, 31
+"""The sizes of the enlarged target: units of an MLP, and blocks."""
 LONGEST, NEW_TOKENS, TURNS = 8, 64, 3
 REQUESTS = {1: 4, 8: 24}
 """How many run at a time, and how many there are in a turn."""
 SETTINGS = {"greedy": 1.0, "greedy, penalty 1.2": 1.2}
 
 
-def ways(draft: Path, for_vllm: Path) -> dict[str, dict[str, Any]]:
-    """The ways to guess, and vLLM's settings for each. `for_vllm`: the draft in a form that vLLM's own attention takes."""
+def ways(draft: Path) -> dict[str, dict[str, Any]]:
+    """The ways to guess, and vLLM's settings for each."""
     longest = {"num_speculative_tokens": LONGEST}
     custom = {"method": "custom_class", "model": "xtok.serving.vllm.XTokProposer"}
-    shared_strings = {"method": "draft_model", "model": str(for_vllm), "use_heterogeneous_vocab": True}
     found: dict[str, dict[str, Any]] = {
         "alone": {},
         "xtok": {"speculative_config": {**custom, **longest}, "additional_config": {"xtok": {"draft": str(draft)}}},
-        "`use_heterogeneous_vocab`": {"speculative_config": {**shared_strings, "num_speculative_tokens": LONGEST // 2}},
     }
+    if draft != DRAFT:  # vLLM's attention doesn't take its heads of 40 columns
+        shared_strings = {"method": "draft_model", "model": str(draft), "use_heterogeneous_vocab": True}
+        found["`use_heterogeneous_vocab`"] = {"speculative_config": {**shared_strings, "num_speculative_tokens": LONGEST // 2}}
     if find_spec("arctic_inference"):  # it remembers no earlier requests, as prompts come again in this measurement
         found["suffix"] = {"speculative_config": {"method": "suffix", "suffix_decoding_max_cached_requests": 0, **longest}}
     # ngram imports what vLLM can't start another engine beside, so it comes last
@@ -119,30 +122,41 @@ def lines(found: dict[str, list[Turn]], setting: str, running: int) -> Iterator[
         yield f"| {setting} | {running} | {way} | {rate:.1f} | {ratio:.2f} | {per_step:.2f} | {length:.2f} |"
 
 
-def aozora(folder: Path) -> tuple[Path, Path, Path, list[str]]:
-    """The bundled target, enlarged, its draft, that draft with heads of 64 columns, and prompts. Both are saved in a folder."""
-    own, draft = ((AutoModelForCausalLM.from_pretrained(one), AutoTokenizer.from_pretrained(one)) for one in (TARGET, DRAFT))
-    # vLLM keeps both models' keys and values in blocks of one size, so the draft gets as many heads as the target
-    wider = widened(draft[0], SHAPE.hidden, SHAPE.heads, draft[0].config.intermediate_size), draft[1]
-    for name, parts in (("target", shaped(own, SHAPE)), ("draft", wider)):
-        for part in parts:
-            part.save_pretrained(folder / name)
-    return folder / "target", DRAFT, folder / "draft", prompts()
+@torch.no_grad()
+def enlarged(model: Any) -> Any:
+    """A Llama with wider MLPs and more blocks, and the same logits: what is added writes zeros to the residual stream."""
+    config = deepcopy(model.config)
+    config.intermediate_size, config.num_hidden_layers = WIDTH, BLOCKS
+    made, own = AutoModelForCausalLM.from_config(config, dtype=model.dtype), dict(model.named_parameters())
+    for name, weight in made.named_parameters():
+        if name.split(".")[-2] in ("o_proj", "down_proj"):
+            weight.zero_()
+        if name in own:
+            weight[tuple(slice(size) for size in own[name].shape)] = own[name]
+    return made
 
 
-def smollm2(_: Path) -> tuple[Path, Path, Path, list[str]]:
+def aozora(folder: Path) -> tuple[Path, Path, list[str]]:
+    """The bundled target, enlarged and saved in a folder, its draft, and prompts."""
+    target, tokenizer = AutoModelForCausalLM.from_pretrained(TARGET), AutoTokenizer.from_pretrained(TARGET)
+    for part in (enlarged(target), tokenizer):
+        part.save_pretrained(folder / "target")
+    return folder / "target", DRAFT, prompts()
+
+
+def smollm2(_: Path) -> tuple[Path, Path, list[str]]:
     """SmolLM2-135M-Instruct, its draft, and questions in its chat template."""
     real = pair("smollm2")
     tokenizer: Any = AutoTokenizer.from_pretrained(real.target)
     chats = as_chats(tokenizer, [one.text for one in questions()])
     texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
-    return real.target, real.draft, real.draft, texts
+    return real.target, real.draft, texts
 
 
 def main(name: str) -> None:
     with TemporaryDirectory() as folder:
-        target, draft, for_vllm, texts = {"aozora": aozora, "smollm2": smollm2}[name](Path(folder))
-        llms = {way: engine(target, settings) for way, settings in ways(draft, for_vllm).items()}
+        target, draft, texts = {"aozora": aozora, "smollm2": smollm2}[name](Path(folder))
+        llms = {way: engine(target, settings) for way, settings in ways(draft).items()}
     for llm in llms.values():
         turn(llm, texts[-2:], 1, 1.0)
     print(f"{name}: {', '.join(llms)}")

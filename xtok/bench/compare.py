@@ -1,10 +1,14 @@
 """The target alone, transformers' universal assisted generation (UAG), and xtok, side by side in one process."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import zip_longest
 from typing import Annotated, Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
 
 from xtok.assisted import XTokAssisted
 from xtok.bench.rows import Column
@@ -17,6 +21,7 @@ from xtok.bench.runs import (
     System,
     by_transformers,
     check_prompts,
+    seconds_of,
     systems_of,
     uag,
     write_in_turns,
@@ -24,6 +29,7 @@ from xtok.bench.runs import (
 from xtok.drafts.given import without_a_model
 from xtok.drafts.lookup import PromptLookup
 from xtok.drafts.policy.settings import Budget
+from xtok.models.cache import parameters
 
 LOOKUP, NO_MODEL, DRAFT = "xtok, lookup alone", "xtok, lookup and recycling", "xtok, draft alone"
 HEADS, HEADS_ALONE = "xtok, heads in place of the draft", "xtok, heads alone"
@@ -35,6 +41,9 @@ _LOOKED_UP = 10
 _TIME = "where the time goes"
 _SYSTEMS = "UAG is transformers' universal assisted generation."
 _CEILING = "the share of time in forward passes of both models: at 100%, everything else would be free."
+_BANDWIDTH = "of memory bandwidth, the share at which the target's weights are read; at 100%, only guesses make it faster."
+_MOVED, _READS = 1 << 30, 10
+"""How many bytes are read to measure memory bandwidth, and how often; the median counts."""
 _SURPRISE = "nats per id, by the target's own distribution at temperature 1; draws from it have about as many as it alone."
 
 
@@ -43,7 +52,8 @@ class Row:
     """One system over all prompts.
 
     `identical`: None for sampled texts of transformers, whose draws differ. `near_ties`, `elsewhere`: None unless near-ties are
-    known for each text. `acceptance_rate`, `split`, `ceiling`: for xtok alone. `surprise`: for sampled answers to chats alone.
+    known for each text. `acceptance_rate`, `split`, `ceiling`: for xtok alone. `replayed`, `of_bandwidth`: on a GPU alone, the
+    latter for one text at a time. `surprise`: for sampled answers to chats alone.
     """
 
     system: Annotated[str, Column("", note=_SYSTEMS)]
@@ -61,6 +71,9 @@ class Row:
     total_speed: Annotated[float, Column("in all", form=".2f", note="the speed by the seconds of all prompts together.")]
     split: Annotated[dict[str, float] | None, Column(form=".1%", table=_TIME)]
     ceiling: Annotated[float | None, Column(form=".1%", table=_TIME, note=_CEILING)]
+    tokens_per_second: Annotated[float, Column("tokens/s", form=",.1f", table=_TIME)]
+    replayed: Annotated[float | None, Column(form=".0%", table=_TIME, note="the target's forward passes by CUDA graphs.")]
+    of_bandwidth: Annotated[float | None, Column(form=".0%", table=_TIME, note=_BANDWIDTH)] = None
     surprise: Annotated[float | None, Column(form=".2f", note=_SURPRISE)] = None
 
 
@@ -97,7 +110,34 @@ def compare(
     else:
         systems |= _assisted(target, draft, calls, guess_length, setting.title, arguments)
     runs = write_in_turns(systems, [calls[0], *calls], setting.title)
-    return [row(name, runs, sampled=setting.arguments["do_sample"]) for name in runs]
+    rows = [row(name, runs, sampled=setting.arguments["do_sample"]) for name in runs]
+    if target[0].device.type != "cuda" or batch > 1:
+        return rows
+    read = weight_bytes(target[0]) / bandwidth(target[0].device)
+    return [replace(one, of_bandwidth=read * runs[one.system].target_forwards / runs[one.system].seconds) for one in rows]
+
+
+def described(model: PreTrainedModel) -> str:
+    """What a model runs on, and for a GPU what limits its speed without guesses."""
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    found = f"{model.device.type}, {str(model.dtype).removeprefix('torch.')}, {versions}"
+    if model.device.type != "cuda":
+        return found
+    moved, read = bandwidth(model.device) / 1e9, weight_bytes(model) / 1e9
+    name = torch.cuda.get_device_name(model.device)
+    return f"{name}, {found}. Memory moves {moved:,.0f} GB/s, and a forward pass of the target reads {read:.1f} GB of weights"
+
+
+def weight_bytes(model: PreTrainedModel) -> int:
+    """How many bytes of weights a forward pass reads: all but the input embeddings."""
+    return parameters(model) * model.dtype.itemsize
+
+
+@cache
+def bandwidth(device: torch.device) -> float:
+    """The memory bandwidth of a device in bytes per second, measured by adding up numbers."""
+    source = torch.rand(_MOVED // 4, dtype=torch.float32, device=device)
+    return _MOVED / seconds_of(lambda: source.sum().item(), _READS)
 
 
 def works(system: System, call: Mapping[str, Any]) -> bool:
@@ -153,15 +193,17 @@ def row(name: str, runs: dict[str, Runs], *, sampled: bool) -> Row:
         near_ties=sum(len(some or ()) for some in ties) if known else None,
         elsewhere=_elsewhere(own, runs[ALONE]) if known and not sampled else None,
         prompts=own.texts,
-        new_tokens=sum(run.tokens for run in own),
+        new_tokens=own.tokens,
         tokens_per_forward=own.tokens_per_forward,
-        target_forwards=sum(run.target_forwards for run in own),
+        target_forwards=own.target_forwards,
         draft_forwards=sum(run.draft_forwards for run in own),
         acceptance_rate=sum(one.accepted for one in own.stats) / proposed if proposed else None,
         speed=own.speed(runs[ALONE]),
         total_speed=own.total_speed(runs[ALONE]),
         split=shares,
         ceiling=shares["target"] + shares["draft"] if shares else None,
+        tokens_per_second=own.tokens / own.seconds,
+        replayed=sum(one.target_replays for one in own.stats) / own.target_forwards or None,
     )
 
 

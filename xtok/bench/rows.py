@@ -30,7 +30,7 @@ class Column(NamedTuple):
     table: str = ""
 
 
-def print_tables(tables: Mapping[str, Sequence[Any]], *, markdown: bool = False) -> None:
+def print_tables(tables: Mapping[str, Sequence[Any]]) -> None:
     """Print tables by title, and then the notes. All rows of a table have one type, a dataclass or a NamedTuple."""
     notes: dict[str, str] = {}
     for title, rows in tables.items():
@@ -44,7 +44,7 @@ def print_tables(tables: Mapping[str, Sequence[Any]], *, markdown: bool = False)
                 own = {name: one for name, one in columns.items() if one.table == further and not one.group}
                 shown = [row for row in group if any(getattr(row, name) is not None for name in own)]
                 named = {name: one for name, one in columns.items() if name in own or one.title == ""}
-                _print(further or heading, _grid(shown, named), markdown)
+                _print(further or heading, _grid(shown, named))
         filled = {name for name in columns if any(getattr(row, name) is not None for row in rows)}
         notes |= {_title(name, column): column.note for name, column in columns.items() if column.note and name in filled}
     for name, note in notes.items():
@@ -81,11 +81,7 @@ def _cell(value: Any, column: Column) -> str:
     return format(value, column.form)
 
 
-def _print(title: str, grid: list[tuple[str, bool, list[str]]], markdown: bool) -> None:
-    if markdown:
-        lines = [[name for name, *_ in grid], ["---"] * len(grid), *zip(*(cells for *_, cells in grid), strict=True)]
-        typer.echo(f"{title}\n\n" * bool(title) + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n")
-        return
+def _print(title: str, grid: list[tuple[str, bool, list[str]]]) -> None:
     table = Table(title=title)
     for name, text, cells in grid:
         table.add_column(

@@ -198,25 +198,31 @@ class Runs(list[Written]):
         return sum(len(run.ids) for run in self)
 
     @property
-    def tokens_per_second(self) -> float:
-        """New tokens per second: the median over runs."""
-        return median(run.tokens / run.seconds for run in self)
+    def tokens(self) -> int:
+        return sum(run.tokens for run in self)
+
+    @property
+    def seconds(self) -> float:
+        return sum(run.seconds for run in self)
+
+    @property
+    def target_forwards(self) -> int:
+        return sum(run.target_forwards for run in self)
 
     @property
     def tokens_per_forward(self) -> float:
-        return sum(run.tokens for run in self) / sum(run.target_forwards for run in self)
+        return self.tokens / self.target_forwards
 
-    def speed(self, others: Sequence[Written]) -> float:
+    def speed(self, others: "Runs") -> float:
         """The median over runs of the seconds per new token of another system ÷ those of this one."""
         pairs = zip(self, others, strict=True)
         return median((other.seconds / other.tokens) / (run.seconds / run.tokens) for run, other in pairs)
 
-    def total_speed(self, others: Sequence[Written]) -> float:
+    def total_speed(self, others: "Runs") -> float:
         """The same over all runs together: the seconds per new token of another system ÷ those of this one."""
-        seconds, of_others = (sum(run.seconds for run in some) / sum(run.tokens for run in some) for some in (self, others))
-        return of_others / seconds
+        return (others.seconds / others.tokens) / (self.seconds / self.tokens)
 
-    def identical(self, others: Sequence[Written]) -> int:
+    def identical(self, others: "Runs") -> int:
         """How many texts have the same ids as another system's in the same run."""
         pairs = (pair for run, other in zip(self, others, strict=True) for pair in zip(run.ids, other.ids, strict=True))
         return sum(own == theirs for own, theirs in pairs)
@@ -224,7 +230,7 @@ class Runs(list[Written]):
     @property
     def split(self) -> dict[str, float] | None:
         """The shares of xtok's time: both models' forward passes, the rest of guessing, alignment, and all else; else None."""
-        stats, whole = self.stats, sum(run.seconds for run in self)
+        stats, whole = self.stats, self.seconds
         if not stats:
             return None
         parts = {

@@ -5,7 +5,6 @@ from typing import Annotated, Any
 import typer
 
 from xtok.cli.bench_chats import chats
-from xtok.cli.bench_gpu import gpu
 from xtok.cli.bench_options import (
     GuessOption,
     Sample,
@@ -97,9 +96,10 @@ def compare_systems(
     }
     seconds = runs.seconds_of(lambda: XTokAssisted(big, next(iter(drafts.values()))))
     titles = {name: way.title for name, way in settings.items()}
-    print_found({"build_seconds": seconds, "titles": titles, "settings": found}, tables, json)
+    device = compare.described(big[0])
+    print_found({"device": device, "build_seconds": seconds, "titles": titles, "settings": found}, tables, json)
     if not json:
-        typer.echo(f"Making an instance of the loaded models takes {seconds:.2f} s.")
+        typer.echo(f"{device}. Making an instance of the loaded models takes {seconds:.2f} s.")
 
 
 @app.command()
@@ -146,5 +146,4 @@ def drafters(
     print_found(rows, {"": rows}, json)
 
 
-for command in (chats, gpu):
-    app.command()(command)
+app.command()(chats)
