@@ -12,16 +12,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from test_cli import run
-from worlds import ARCHITECTURES, deep, examples, fitting, model, tokenizer
+from worlds import ARCHITECTURES, examples, fitting, model, tokenizer
 
 from xtok import XTokAssisted, pair
 from xtok.bench.compare import CHAIN, DRAFT, LOOKUP, NO_MODEL, THEIR_LOOKUP, TREE, UAG, bandwidth, compare, weight_bytes
-from xtok.bench.drafters import compare_drafters
-from xtok.bench.pairs import tuned
 from xtok.bench.runs import ALONE, NONE, SETTINGS, XTOK, Runs, Written
 from xtok.bench.sampled import ASSISTED, MODE, REJECTION, SHARED, TEMPERATURES, _surprise, compare_sampled
 from xtok.bench.sampled import TREE as TREE_SAMPLED
-from xtok.bench.stretch import blocks_of, shortened, sized, stretch, stretched_to
+from xtok.bench.stretch import blocks_of, sized, stretch, stretched_to
 from xtok.errors import InvalidInputError, UnsupportedModelError
 from xtok.models.load import load
 
@@ -33,7 +31,7 @@ def test_the_command_prints_json_with_a_row_per_system(tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("\n".join(pair.prompts()[:2]), encoding="utf-8")
     asked = ["bench", "--prompts", str(file), "--max-new-tokens", "3", "--setting", "greedy", "--json"]
-    rows = json.loads(run(*asked)[0])["settings"]["greedy"]["as it is"]
+    rows = json.loads(run(*asked)[0])["settings"]["greedy"]
     systems = [row["system"] for row in rows]
     assert systems[: len(OWN) + 1] == [*OWN, UAG]
     assert "UAG, length 5" in systems[len(OWN) + 1 :]
@@ -56,10 +54,10 @@ def test_without_a_draft_model_what_needs_none_is_measured(given: list[str], tmp
     (tmp_path / "prompts.txt").write_text(pair.prompts()[0], encoding="utf-8")
     few = ["--prompts", str(tmp_path / "prompts.txt"), "--max-new-tokens", "3", "--setting", "greedy"]
     asked = ["bench", *(one.format(target) for one in given)]
-    (rows,) = json.loads(run(*asked, *few, "--json")[0])["settings"]["greedy"].values()
+    rows = json.loads(run(*asked, *few, "--json")[0])["settings"]["greedy"]
     assert [row["system"] for row in rows] == [ALONE, NONE, LOOKUP, NO_MODEL, THEIR_LOOKUP]
     assert all(row["identical"] == 1 for row in rows)
-    assert "--tune, --ratio has no effect without a draft model" in run(*asked, "--tune", "--ratio", "3", code=1)[1]
+    assert "--ratio, --large has no effect without a draft model" in run(*asked, "--large", "--ratio", "3", code=1)[1]
 
 
 def test_a_pair_that_transformers_refuses_has_no_rows_of_transformers() -> None:
@@ -112,98 +110,6 @@ def test_speed_is_seconds_per_token_beside_the_target_alone() -> None:
     mine = Runs([Written([[1, 2, 3, 4]], 1.0, 2), Written([[1]], 0.5, 1), Written([[1, 2]], 8.0, 2)])
     assert alone.speed(alone) == 1.0
     assert mine.speed(alone) == 2.0
-
-
-def test_all_settings_are_measured_if_none_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr(
-        "xtok.bench.compare.compare", lambda target, draft, texts, setting, **_: asked.append(setting.title) or []
-    )
-    run("bench", "--json")
-    run("bench", "--setting", "sampled", "--setting", "greedy", "--json")
-    assert asked == [SETTINGS[name].title for name in ("greedy", "penalty", "sampled", "greedy", "sampled")]
-
-
-def asked_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[tuple[Any, ...]]:
-    """What `xtok bench` asks to be measured: the function's name, its prompts, and how texts are asked for."""
-    asked: list[tuple[Any, ...]] = []
-
-    def record(name: str) -> Any:
-        def recorded(target: Any, draft: Any, texts: Any, way: Any = None, *_: Any, **__: Any) -> list[Any]:
-            asked.append((name, texts, way, target, draft))
-            return []
-
-        return recorded
-
-    monkeypatch.setattr("xtok.bench.compare.compare", record("compare"))
-    monkeypatch.setattr("xtok.bench.sampled.compare_sampled", record("sampled"))
-    monkeypatch.setattr("xtok.bench.drafters.compare_drafters", record("drafters"))
-    run("bench", *arguments, "--json")
-    return asked
-
-
-@pytest.mark.parametrize(
-    ("arguments", "names"),
-    [
-        *deep((["sampled", "--max-new-tokens", "4"], ["sampled"]), (["--max-new-tokens", "4", "sampled"], ["sampled"])),
-        (["--setting", "sampled", "--limit", "2"], ["compare"]),
-        *deep((["--setting", "sampled", "compare"], ["compare"]), ([], ["compare"] * 3)),
-        (["--draft", str(pair.DRAFT), "drafters", "--limit", "3"], ["drafters"]),
-    ],
-)
-def test_a_command_may_come_after_options(arguments: list[str], names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [one[0] for one in asked_of(monkeypatch, *arguments)] == names
-
-
-@pytest.mark.parametrize("command", ["compare", *deep("sampled")])
-def test_all_prompts_of_a_file_are_measured_up_to_a_limit(
-    command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    file = tmp_path / "prompts.txt"
-    file.write_text("a\n\nb\r\nc\n", encoding="utf-8")
-    for more, expected in ([], ["a", "b", "c"]), (["--limit", "2"], ["a", "b"]):
-        assert asked_of(monkeypatch, command, "--prompts", str(file), *more)[0][1] == expected
-    assert len(asked_of(monkeypatch, command, "--limit", "3")[0][1]) == 3
-    assert len(asked_of(monkeypatch, command)[0][1]) == 20
-
-
-def test_every_kind_of_prompts_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = asked_of(monkeypatch, "drafters", "--limit", "2")[0][1]
-    assert {name: len(texts) for name, texts in kinds.items()} == {"prose": 2, "technical": 2, "quoting": 2}
-
-
-def test_prompts_to_tune_on_are_not_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    file, learnt = tmp_path / "prompts.txt", list[list[str]]()
-    file.write_text("a\nb\nc\nd\n", encoding="utf-8")
-    monkeypatch.setattr("xtok.bench.pairs.tuned", lambda _, draft, texts: learnt.append(texts) or draft)
-    asked = asked_of(monkeypatch, "--prompts", str(file), "--tune", "--setting", "greedy")
-    assert [one[1] for one in asked] == [["a", "c"]] * 2
-    assert learnt == [["b", "d"]]
-
-
-def test_the_repetition_penalty_is_that_of_its_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    ways = [one[2] for one in asked_of(monkeypatch, "--repetition-penalty", "1.5")]
-    assert [way.arguments.get("repetition_penalty") for way in ways] == [None, 1.5, 1.0]
-    assert ways[1].title == "greedily, repetition penalty 1.5"
-
-
-@pytest.mark.deep
-def test_a_sampled_benchmark_may_have_an_enlarged_target_in_float16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xtok.bench.stretch.forward_seconds", lambda made: 0.01 * len(blocks_of(made)))
-    monkeypatch.setattr("xtok.bench.pairs.forward_seconds", lambda made: 0.01 * len(blocks_of(made)))
-    monkeypatch.setattr("xtok.bench.stretch._WIDTH", 64)
-    ((_, _, _, target, draft),) = asked_of(monkeypatch, "sampled", "--ratio", "4", "--dtype", "float16")
-    assert len(blocks_of(target[0])) == 4 * len(blocks_of(draft[0]))
-    assert target[0].dtype == draft[0].dtype == torch.float16
-
-
-@pytest.mark.deep
-def test_the_benchmark_tunes_a_copy_of_the_draft() -> None:
-    target, draft = load(pair.TARGET, "target"), load(pair.DRAFT, "draft")
-    before = {name: weight.clone() for name, weight in draft[0].state_dict().items()}
-    better = tuned(target, draft, pair.prompts()[:6], starts=1, max_new_tokens=8, epochs=1)
-    assert all(torch.equal(weight, before[name]) for name, weight in draft[0].state_dict().items())
-    assert better[0].config.to_dict().keys() == draft[0].config.to_dict().keys()
 
 
 @pytest.mark.deep
@@ -279,15 +185,6 @@ def test_a_missing_device_is_named_in_the_error() -> None:
     assert "'nowhere'" in run("bench", "--device", "nowhere", code=1)[1]
 
 
-def test_a_shortened_model_is_the_lower_blocks() -> None:
-    whole = model("Llama", 40, 0, torch.float64)
-    states = whole(torch.tensor([[3, 5, 7]]), output_hidden_states=True).hidden_states
-    lower = shortened(whole, 1)
-    expected = whole.lm_head(whole.model.norm(states[-2]))
-    assert len(blocks_of(lower)) == len(blocks_of(whole)) - 1
-    assert torch.allclose(lower(torch.tensor([[3, 5, 7]])).logits, expected, atol=1e-6)
-
-
 def test_a_model_of_unknown_blocks_is_not_stretched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("xtok.bench.stretch._OUTPUTS", ("unknown",))
     with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM"):
@@ -305,38 +202,20 @@ def test_a_bench_that_makes_no_sense_is_refused_before_it_runs(option: list[str]
     assert words in "".join(run("bench", *option, code=1))
 
 
-def test_all_ways_to_guess_are_compared_and_an_answer_that_is_given_is_written() -> None:
-    target, draft = load(pair.TARGET, "target"), load(pair.DRAFT, "draft")
-    kinds = {"prose": pair.prompts()[:1], "quoting": pair.quoting(pair.prompts()[:3])}
-    rows = compare_drafters(target, {"draft": draft, "itself": (deepcopy(target[0]), target[1])}, kinds, max_new_tokens=6)
-    drafts = ["draft", "itself", "token recycling"]
-    systems = [ALONE, NONE, "prompt lookup", *drafts, *(f"{name} + prompt lookup" for name in drafts), "all together"]
-    assert [(row.kind, row.system) for row in rows] == [(kind, system) for kind in kinds for system in systems]
-    assert all(row.identical == (1 if row.kind == "prose" else None) for row in rows)
-    quoted = {row.system: row.tokens_per_forward for row in rows if row.kind == "quoting"}
-    assert quoted[ALONE] == 1
-    assert all(1 <= figure <= 6 for figure in quoted.values())  # how much is guessed follows from measured costs
-
-
-def test_a_kind_without_prompts_is_refused() -> None:
-    target = load(pair.TARGET, "target")
-    with pytest.raises(InvalidInputError, match="One kind of prompts is empty"):
-        compare_drafters(target, {}, {"prose": []}, max_new_tokens=4)
-
-
-def test_what_is_quoted_differs_from_the_passage_in_one_character() -> None:
-    for prompt, answer in pair.quoting(pair.prompts()[:9]):
-        passage = prompt.split("\n")[1]
-        assert [a != b for a, b in zip(passage, answer, strict=True)].count(True) == 1
-
-
-@pytest.mark.deep
-def test_the_command_compares_drafters(tmp_path: Path) -> None:
-    file = tmp_path / "prompts.txt"
-    file.write_text("\n".join(pair.prompts()[:6]), encoding="utf-8")
-    printed, _ = run("bench", "drafters", "--prompts", str(file), "--max-new-tokens", "4")
-    assert all(name in printed for name in ("prose", "technical", "quoting", "tuned draft + prompt lookup", "heads"))
-
-
 def test_an_unknown_benchmark_is_refused() -> None:
     assert "No such command 'nosuch'" in run("bench", "nosuch", code=2)[1]
+
+
+def test_prompts_and_settings_are_those_requested(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr("xtok.bench.compare.compare", lambda _, __, texts, way, **___: asked.append((texts, way)) or [])
+    file = tmp_path / "prompts.txt"
+    file.write_text("a\n\nb\r\nc\n", encoding="utf-8")
+    run("bench", "--prompts", str(file), "--setting", "sampled", "--setting", "greedy", "--json")
+    run("bench", "--limit", "3")
+    assert asked[:2] == [(["a", "b", "c"], SETTINGS[name]) for name in ("greedy", "sampled")]
+    assert [(len(texts), way) for texts, way in asked[2:]] == [(3, way) for way in SETTINGS.values()]
+
+
+def test_options_before_the_name_of_a_command_are_refused() -> None:
+    assert "Give options after the name of the command: xtok bench chats" in run("bench", "--limit", "2", "chats", code=2)[1]

@@ -2,6 +2,7 @@
 
 import json
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,9 @@ from test_cli import run
 from worlds import fitting, tokenizer
 
 from xtok import pair
-from xtok.bench.chats import CHAT_SETTINGS, KindRow, Question, _surprises, as_chats, by_kind, compare_chats, questions
+from xtok.bench.chats import CHAT_SETTINGS, Question, _surprises, as_chats, compare_chats, questions
 from xtok.bench.compare import DRAFT, LOOKUP, NO_MODEL, UAG
-from xtok.bench.runs import ALONE, NONE, XTOK, Runs, Written, in_turns
+from xtok.bench.runs import ALONE, NONE, XTOK, Runs, Written, write_in_turns
 from xtok.errors import InvalidInputError
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
@@ -74,13 +75,6 @@ def test_no_question_and_a_target_without_a_chat_template_are_refused() -> None:
         as_chats(tokenizer("characters"), ["a"])
 
 
-def test_the_settings_of_a_kind_stand_side_by_side() -> None:
-    (row,) = by_kind([KindRow("code", "greedily", 4, 3.0, 2.0), KindRow("code", "sampled", 4, 1.5, 1.25)])
-    figures = {"greedily: speed": 2.0, "greedily: tokens per forward": 3.0}
-    assert (row.kind, row.questions) == ("code", 4)
-    assert row.figures == figures | {"sampled: speed": 1.25, "sampled: tokens per forward": 1.5}
-
-
 def test_the_command_prints_json_with_rows_of_kinds_and_of_systems(folder: Path) -> None:
     threads = torch.get_num_threads()
     asked = ["bench", "chats", "--target", str(folder), "--draft", str(pair.DRAFT), "--max-new-tokens", "2"]
@@ -120,18 +114,6 @@ def test_what_the_command_cannot_measure_is_refused() -> None:
     assert "greedy, sampled, own" in run("bench", "chats", "--setting", "penalty", code=1)[1]
 
 
-def test_systems_begin_in_turns_if_their_order_rotates() -> None:
-    order: list[str] = []
-    systems = {name: lambda name=name: order.append(name) for name in "abc"}
-    assert {name: len(found) for name, found in in_turns(systems, [{}] * 3, "", rotated=True).items()} == dict.fromkeys(
-        "abc", 2
-    )
-    assert "".join(order) == "abcbcacab"
-    order.clear()
-    in_turns(systems, [{}] * 3, "")
-    assert "".join(order) == "abc" * 3
-
-
 def test_the_speed_in_all_is_of_all_seconds() -> None:
     alone = Runs([Written([[1, 2]], 2.0, 2), Written([[1, 2]], 4.0, 2)])
     mine = Runs([Written([[1, 2]], 2.0, 1), Written([[1, 2, 3, 4]], 1.0, 1)])
@@ -147,3 +129,15 @@ def test_the_surprise_is_that_of_the_target_at_temperature_1() -> None:
     expected = -sum(float(chances[len(before) - 1 + at, token].log()) for at, token in enumerate(ids))
     found = _surprises(target, [chat], {ALONE: Runs([Written([ids], 1.0, 3)])})
     assert found == {ALONE: pytest.approx(expected / 3, rel=1e-4)}
+
+
+def test_systems_begin_in_turns() -> None:
+    order: list[str] = []
+
+    def written(name: str) -> Written:
+        order.append(name)
+        return Written([[1]], 1.0, 1)
+
+    runs = write_in_turns({name: partial(written, name) for name in "abc"}, [{}] * 3, "")
+    assert {name: len(found) for name, found in runs.items()} == dict.fromkeys("abc", 2)
+    assert "".join(order) == "abcbcacab"

@@ -174,7 +174,7 @@ def test_another_target_without_a_draft_says_what_guesses(tmp_path: Path) -> Non
     assert printed.startswith("xtok: no --draft was given, so no model guesses (prompt lookup and token recycling do)")
 
 
-@pytest.mark.parametrize("command", ["inspect", "tune-draft", "bench drafters", "bench chats"])
+@pytest.mark.parametrize("command", ["inspect", "tune-draft", "bench chats"])
 @pytest.mark.parametrize(
     ("given", "reported"),
     [
@@ -254,7 +254,6 @@ USELESS = [
     (("generate", "a", "--draft", "no-such-file.safetensors"), "does not exist. Make heads"),
     (("inspect", "--draft", str(HEADS), "--no-weights"), "holds heads, which have no tokenizer to compare"),
     (("bench", "--draft", str(HEADS)), "holds heads, and this command needs a draft model"),
-    (("bench", "--setting", "greedy", "--repetition-penalty", "1.3"), "--repetition-penalty has no effect"),
 ]
 
 

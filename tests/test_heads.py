@@ -22,7 +22,6 @@ from worlds import CHAIN, TREE, deep, fitting, tokenizer
 
 from xtok import Budget, HeadsDrafter, XTokAssisted, pair, train_heads
 from xtok.align.tokenbytes import token_bytes
-from xtok.bench.stretch import shortened
 from xtok.decoding.prepare import prepare_one
 from xtok.decoding.rounds import run_one
 from xtok.decoding.setup import Setup
@@ -72,7 +71,9 @@ def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("targets") / "shallow"
     copytree(pair.TARGET, folder)
     model: Any = load(pair.TARGET, "target")[0]
-    shortened(model, 8).save_pretrained(folder)
+    del model.model.layers[4:]
+    model.config.num_hidden_layers = 4
+    model.save_pretrained(folder)
     return folder
 
 

@@ -126,9 +126,3 @@ def test_the_heads_that_ship_fit_the_target_and_guess_well() -> None:
         tokens += generation.stats.new_tokens
         forwards += generation.stats.target_forwards
     assert tokens / forwards > 2.2
-
-
-def test_the_prompts_of_each_kind_are_there() -> None:
-    assert len(pair.technical()) == len(set(pair.technical())) == 10
-    assert all(len(text) > 40 for text in pair.technical())
-    assert len(pair.quoting(PROMPTS[::6])) == 6

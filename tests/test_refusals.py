@@ -168,7 +168,7 @@ SETTINGS: dict[str, Refused] = {
         r"no prompts\. Give a file",
     ),
     "a setting that nobody has": (
-        lambda: runs.named_settings(["warm"], None),
+        lambda: runs.named_settings(["warm"]),
         InvalidInputError,
         r"setting is .warm.; use one of greedy",
     ),

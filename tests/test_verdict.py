@@ -14,11 +14,10 @@ from transformers import LlamaConfig
 from worlds import CORPUS, deep, tokenizer
 
 from xtok.align.fit import Fit, fit
-from xtok.bench import drafters, runs
+from xtok.bench import runs
 from xtok.bench import verdict as bench_verdict
-from xtok.bench.drafters import compare_drafts
 from xtok.bench.runs import Written
-from xtok.bench.verdict import Counted, Timed, Verdict, verdict
+from xtok.bench.verdict import Counted, Timed, Verdict, compare_drafts, verdict
 from xtok.cli import inspect
 from xtok.models.cache import parameters
 from xtok.models.load import from_config, load
@@ -161,7 +160,7 @@ def test_another_target_is_measured_on_texts_that_it_writes_itself(
     if chats:
         template = "{% for message in messages %}問：{{ message['content'] }}\n答：{% endfor %}"
         (tmp_path / "chat_template.jinja").write_text(template, encoding="utf-8")
-    asked, settings, judge, compare = list[Any](), list[Any](), bench_verdict.judge, drafters.compare_drafts
+    asked, settings, judge, compare = list[Any](), list[Any](), bench_verdict.judge, bench_verdict.compare_drafts
 
     def judged(target: Any, drafts: Any, prompts: Any, **more: Any) -> Any:
         asked.extend(prompts)
@@ -174,7 +173,7 @@ def test_another_target_is_measured_on_texts_that_it_writes_itself(
         return compare(target, drafts, prompts[:1], **more)
 
     monkeypatch.setattr(bench_verdict, "judge", judged)
-    monkeypatch.setattr(drafters, "compare_drafts", compared)
+    monkeypatch.setattr(bench_verdict, "compare_drafts", compared)
     reported = run("inspect", "--target", str(tmp_path), "--draft", str(DRAFT), "--measure")[0]
     assert ("prompts, as chats, greedily," in reported) == chats
     assert settings[0] == settings[1]

@@ -70,29 +70,11 @@ class KindRow:
     alone has 1.
     """
 
-    kind: str
-    setting: str
-    questions: int
-    tokens_per_forward: float
-    speed: float
-
-
-@dataclass(frozen=True)
-class SettingsRow:
-    """A kind of question under all settings."""
-
     kind: Annotated[str, Column("")]
+    setting: Annotated[str, Column()]
     questions: Annotated[int, Column()]
-    figures: Annotated[dict[str, float], Column(form=".2f")]
-
-
-def by_kind(rows: Sequence[KindRow]) -> list[SettingsRow]:
-    """A row for each kind of question, with all settings side by side."""
-    found = {one.kind: SettingsRow(one.kind, one.questions, {}) for one in rows}
-    for one in rows:
-        named = {"speed": one.speed, "tokens per forward": one.tokens_per_forward}
-        found[one.kind].figures.update({f"{one.setting}: {name}": figure for name, figure in named.items()})
-    return [*found.values()]
+    tokens_per_forward: Annotated[float, Column(form=".2f")]
+    speed: Annotated[float, Column(form=".2f")]
 
 
 def compare_chats(

@@ -18,15 +18,14 @@ class Column(NamedTuple):
     A field without a `Column` isn't printed, nor is one that is None in all rows. A dictionary has a column for each key.
 
     `title`: by default the field's name; the column titled "" names the row. `form`: a format specification. `of`: another
-    field, printed after a slash. `note`: what the figures mean, printed once after all tables. `group`: each value of this
-    field gets a table of its own, with the value as its heading. `table`: the title of a separate table for this column.
+    field, printed after a slash. `note`: what the figures mean, printed once after all tables. `table`:
+    the title of a separate table for this column.
     """
 
     title: str | None = None
     form: str = ""
     of: str = ""
     note: str = ""
-    group: bool = False
     table: str = ""
 
 
@@ -35,16 +34,11 @@ def print_tables(tables: Mapping[str, Sequence[Any]]) -> None:
     notes: dict[str, str] = {}
     for title, rows in tables.items():
         columns = _columns(rows)
-        groups: dict[str, list[Any]] = {}
-        for row in rows:
-            values = [str(getattr(row, name)) for name, column in columns.items() if column.group]
-            groups.setdefault(": ".join([*values, *[title] * bool(title)]), []).append(row)
-        for heading, group in groups.items():
-            for further in dict.fromkeys(column.table for column in columns.values()):
-                own = {name: one for name, one in columns.items() if one.table == further and not one.group}
-                shown = [row for row in group if any(getattr(row, name) is not None for name in own)]
-                named = {name: one for name, one in columns.items() if name in own or one.title == ""}
-                _print(further or heading, _grid(shown, named))
+        for further in dict.fromkeys(column.table for column in columns.values()):
+            own = {name: one for name, one in columns.items() if one.table == further}
+            shown = [row for row in rows if any(getattr(row, name) is not None for name in own)]
+            named = {name: one for name, one in columns.items() if name in own or one.title == ""}
+            _print(further or title, _grid(shown, named))
         filled = {name for name in columns if any(getattr(row, name) is not None for row in rows)}
         notes |= {_title(name, column): column.note for name, column in columns.items() if column.note and name in filled}
     for name, note in notes.items():

@@ -20,7 +20,6 @@ from xtok.results.progress import bar
 from xtok.results.stats import Stats
 
 K = TypeVar("K")
-R = TypeVar("R")
 ALONE, NONE, XTOK = "target alone", "xtok, no draft", "xtok"
 PLAIN: dict[str, Any] = {"do_sample": True, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "epsilon_cutoff": 0.0}
 PLAIN |= {"eta_cutoff": 0.0, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
@@ -42,22 +41,11 @@ SETTINGS = {
 """Greedy texts of small models repeat themselves, which prompt lookup gains most from; those of the other two don't."""
 
 
-def named_settings(
-    names: Sequence[str] | None, penalty: float | None = None, known: Mapping[str, Setting] = SETTINGS
-) -> dict[str, Setting]:
-    """The known settings with these names, or all if None. `penalty`: another repetition penalty.
-
-    Raises `InvalidInputError` for unknown names, and for a penalty without effect.
-    """
+def named_settings(names: Sequence[str] | None, known: Mapping[str, Setting] = SETTINGS) -> dict[str, Setting]:
+    """The known settings with these names, or all if None. Raises `InvalidInputError` for unknown names."""
     if unknown := [name for name in names or () if name not in known]:
         raise InvalidInputError(f"setting is {unknown[0]!r}; use one of {', '.join(known)}.")
-    found = {name: way for name, way in known.items() if name in (names or known)}
-    if penalty is not None:
-        if "penalty" not in found:
-            raise InvalidInputError("--repetition-penalty has no effect without --setting penalty. Give both.")
-        arguments = {"do_sample": False, "repetition_penalty": penalty}
-        found["penalty"] = Setting(f"greedily, repetition penalty {penalty:g}", arguments)
-    return found
+    return {name: way for name, way in known.items() if name in (names or known)}
 
 
 def check_prompts(prompts: Sequence[Prompt]) -> None:
@@ -168,23 +156,6 @@ def seconds_of(run: Callable[[], object], repeats: int = 1) -> float:
     return median(seconds)
 
 
-def in_turns(
-    systems: Mapping[K, Callable[..., R]], calls: Iterable[Mapping[str, Any]], title: str, *, rotated: bool = False
-) -> dict[K, list[R]]:
-    """Call all systems with the arguments of each call, in turns. Returns their results. `title`: the progress bar's.
-
-    `rotated`: each call begins with the next system, so that none always runs after the same one. Results of the first call
-    are left out: in it, budgets learn what forward passes take, and graphs are captured.
-    """
-    runs: dict[K, list[R]] = {name: [] for name in systems}
-    order = deque(systems)
-    for arguments in bar(list(calls), f"{title} (the first one warms up)"):
-        for name in order:
-            runs[name].append(systems[name](**arguments))
-        order.rotate(-rotated)
-    return {name: found[1:] for name, found in runs.items()}
-
-
 class Runs(list[Written]):
     """What a system wrote, run by run, and its figures over all of them."""
 
@@ -243,5 +214,15 @@ class Runs(list[Written]):
 
 
 def write_in_turns(systems: Mapping[K, System], calls: Iterable[Mapping[str, Any]], title: str) -> dict[K, Runs]:
-    """The runs of systems that write in turns, in rotating order."""
-    return {name: Runs(found) for name, found in in_turns(systems, calls, title, rotated=True).items()}
+    """Call all systems with the arguments of each call, in turns. Returns their runs. `title`: the progress bar's.
+
+    Each call begins with the next system, so that none always runs after the same one. Runs of the first call are left out: in
+    it, budgets learn what forward passes take, and graphs are captured.
+    """
+    runs: dict[K, list[Written]] = {name: [] for name in systems}
+    order = deque(systems)
+    for arguments in bar(list(calls), f"{title} (the first one warms up)"):
+        for name in order:
+            runs[name].append(systems[name](**arguments))
+        order.rotate(-1)
+    return {name: Runs(found[1:]) for name, found in runs.items()}

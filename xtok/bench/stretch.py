@@ -1,6 +1,7 @@
 """Enlarges a small trained model by decoder blocks: it costs as much as a large model, and picks the same ids."""
 
 from copy import deepcopy
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,12 +11,37 @@ from xtok.bench.runs import seconds_of
 from xtok.errors import InvalidInputError, UnsupportedModelError
 from xtok.models.cache import CACHE
 from xtok.models.load import from_config
+from xtok.results.progress import busy
 
 _OUTPUTS = ("o_proj", "down_proj", "dense", "dense_4h_to_h", "c_proj", "out_proj", "fc2")
 """Names of the projections by which attention and MLPs write to the residual stream."""
 _WIDTH = 16384
 _TRIES, _CLEARLY = 5, 1.1
 """How often forward passes with fewer and with more blocks are measured, until the latter take this many times as long."""
+
+
+LARGE, SMALL = (13e9, 40), (160e6, 12)
+"""Parameters and blocks of llm-jp-13B and of open-calm-small."""
+Pair = tuple[tuple[Any, Any], tuple[Any, Any]]
+"""Target and draft, each with its tokenizer."""
+
+
+def enlarged(pair: Pair, ratio: float | None, large: bool) -> Pair:
+    """A pair enlarged. `large`: both models, to the sizes of a large pair. `ratio`: the target, until its forward pass takes
+    this many times as long as the draft's. Neither: the pair as it is.
+
+    Errors are those of `stretched_to`, and `InvalidInputError` if the models don't fit the GPU.
+    """
+    (big, tokens), (small, pieces) = pair
+    try:
+        with busy("enlarging the models"):
+            if large:
+                big, small = sized(big, *LARGE), sized(small, *SMALL)
+            if ratio is not None:
+                big = stretched_to(big, ratio * forward_seconds(small))
+    except torch.OutOfMemoryError as error:
+        raise InvalidInputError("The enlarged models don't fit the GPU. Use one of 40 GB, or --device cpu.") from error
+    return (big, tokens), (small, pieces)
 
 
 def stretch(model: PreTrainedModel, blocks: int, width: int = _WIDTH) -> PreTrainedModel:
@@ -67,18 +93,6 @@ def stretched_to(model: PreTrainedModel, seconds: float, width: int = _WIDTH) ->
     raise InvalidInputError(
         f"{more} added blocks took no longer than {few}: other work keeps this machine busy. Try again when it is idle."
     )
-
-
-def shortened(model: PreTrainedModel, blocks: int) -> PreTrainedModel:
-    """A copy of `model` without its last `blocks` blocks: a draft that has the target's own ids.
-
-    Errors are those of `stretch`.
-    """
-    kept = deepcopy(model)
-    layers = blocks_of(kept)
-    del layers[len(layers) - blocks :]
-    kept.config.num_hidden_layers = len(layers)
-    return kept
 
 
 @torch.no_grad()

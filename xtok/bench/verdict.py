@@ -1,12 +1,13 @@
-"""Judges whether a draft model pays for a target: measures on a short sample what guessing costs and how much is right."""
+"""Judges whether drafts pay for a target: measures on a short sample what guessing costs, how much is right, and the speed."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from xtok.assisted import XTokAssisted
-from xtok.bench.runs import by_transformers, check_prompts
+from xtok.bench.rows import Column
+from xtok.bench.runs import ALONE, Runs, by_transformers, check_prompts, systems_of, write_in_turns
 from xtok.drafts.policy.settings import Budget
 from xtok.models.prompts import Prompt, prompt_ids
 from xtok.models.timing import timed
@@ -167,3 +168,37 @@ def own_texts(target: tuple[Any, Any], count: int) -> list[str]:
         ids = prompt_ids(tokenizer, "")
     written = XTokAssisted(target).generate([ids] * count, do_sample=True, seed=0, max_new_tokens=_WRITTEN, progress=False)
     return list(dict.fromkeys(text for one in written if (text := one.text.strip())))
+
+
+@dataclass(frozen=True)
+class DraftRow:
+    """A draft model without prompt lookup."""
+
+    draft: Annotated[str, Column()]
+    prompts: int
+    tokens_per_forward: Annotated[float, Column(form=".2f")]
+    accepted: Annotated[float, Column("acceptance rate", form=".0%")]
+    right: Annotated[int, Column("accepted tokens", of="guessed")]
+    guessed: int
+    speed: Annotated[float, Column(form=".2f", note="the target alone has 1.")]
+
+
+def compare_drafts(
+    target: tuple[Any, Any], drafts: Mapping[str, Any], prompts: Sequence[Prompt], *, max_new_tokens: int, **arguments: Any
+) -> list[DraftRow]:
+    """Continue all prompts by the target alone and with each draft without lookup. Returns the drafts, the fastest first.
+
+    `arguments`: those of `generate`. Raises `InvalidInputError` without prompts.
+    """
+    check_prompts(prompts)
+    xts = {name: XTokAssisted(target, [draft]) for name, draft in drafts.items()}
+    systems = systems_of(target, xts, {**arguments, "max_new_tokens": max_new_tokens})
+    calls = [{"texts": [prompt]} for prompt in prompts]
+    every = write_in_turns(systems, [*calls, *calls], "measuring")  # at first, budgets learn how much pays
+    runs = {name: Runs(found[-len(calls) :]) for name, found in every.items()}
+    alone, rows = runs.pop(ALONE), []
+    for name, own in runs.items():
+        proposed, accepted = (sum(getattr(one, kind) for one in own.stats) for kind in ("proposed", "accepted"))
+        rate = accepted / proposed if proposed else 0.0
+        rows.append(DraftRow(name, len(own), own.tokens_per_forward, rate, accepted, proposed, own.speed(alone)))
+    return sorted(rows, key=lambda row: -row.speed)

@@ -1,46 +1,46 @@
-"""`xtok bench`: its commands, their options, and the models and texts that they pass to the benchmarks."""
+"""`xtok bench`: its two commands, their options, and the models and texts that they pass to the benchmarks."""
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from xtok.cli.bench_chats import chats
-from xtok.cli.bench_options import (
-    GuessOption,
-    Sample,
-    Size,
-    TokensOption,
-    Ways,
-    unless_a_command_follows,
-)
 from xtok.cli.console import (
-    EVERY,
-    OWN_DRAFT,
-    OWN_TARGET,
     DraftOption,
     JsonOption,
     Models,
+    held_out,
     load_pair,
     needs_no_model,
     on_the_command_line,
     print_found,
+    read_lines,
 )
 from xtok.errors import InvalidInputError
-from xtok.pair import prompts, quoting, technical
+from xtok.pair import pair
+
+LimitOption = Annotated[
+    int | None, typer.Option("--limit", min=1, help="Use only this many prompts, the first ones.", show_default="all")
+]
+TokensOption = Annotated[int, typer.Option(min=1, help="How many tokens to write for each prompt.")]
 
 app = typer.Typer()
 
 
 @app.callback(invoke_without_command=True)
-@app.command("compare", help="The target alone, transformers' universal assisted generation, and xtok: the default command.")
-@unless_a_command_follows
 @on_the_command_line
-def compare_systems(
+def compare(
     ctx: typer.Context,
     models: Models,
-    sample: Sample,
-    ways: Ways,
-    size: Size,
+    file: Annotated[
+        Path | None, typer.Option("--prompts", help="A file with one prompt per line.", show_default="20 held-out prompts")
+    ] = None,
+    limit: LimitOption = None,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option(help="How to generate: greedy, penalty or sampled. May be given again.", show_default="all three"),
+    ] = None,
     draft: Annotated[
         str | None,
         typer.Option(
@@ -49,101 +49,102 @@ def compare_systems(
         ),
     ] = None,
     max_new_tokens: TokensOption = 64,
-    guess_length: GuessOption = 5,
+    guess_length: Annotated[int, typer.Option(min=1, help="How many draft tokens to guess if the length is fixed.")] = 5,
     batch: Annotated[int, typer.Option(min=1, help="How many texts to write at a time.")] = 1,
-    tune: Annotated[
-        bool,
-        typer.Option(
-            "--tune",
-            help="Also fine-tune the draft, which takes minutes, and measure it. Of --prompts, every other line is for tuning.",
-        ),
+    ratio: Annotated[
+        float | None,
+        typer.Option(min=1, help="Enlarge the target until its forward pass takes this many times as long as the draft's."),
+    ] = None,
+    large: Annotated[
+        bool, typer.Option("--large", help="Enlarge both models to the sizes of llm-jp-13B and open-calm-small: 27 GB.")
     ] = False,
     json: JsonOption = False,
 ) -> None:
-    """Measure on your machine. Without a command: the target alone, transformers' universal assisted generation and xtok, in
-    turns on the same prompts. Each command has options of its own.
+    """Measure on your machine: the target alone, transformers' universal assisted generation and xtok, in turns on the same
+    prompts. For chat models, use xtok bench chats.
     """
+    if ctx.invoked_subcommand is not None:
+        if any(ctx.get_parameter_source(name).name == "COMMANDLINE" for name in ctx.params):  # type: ignore[union-attr]
+            ctx.fail(f"Give options after the name of the command: xtok bench {ctx.invoked_subcommand} …")
+        return
     from xtok.assisted import XTokAssisted
-    from xtok.bench import compare, pairs, runs
+    from xtok.bench import compare, runs
+    from xtok.bench.stretch import enlarged
 
-    settings = ways.settings()
-    if tune:
-        from xtok.tune.work import check_installed
-
-        check_installed("accelerate", "peft")
-    texts, others = sample.prompts(models.named), [text for i, text in enumerate(prompts()) if i % EVERY]
-    if tune and (sample.file is not None or models.named not in (None, "aozora")):
-        texts, others = texts[::2], texts[1::2]
+    settings = runs.named_settings(setting)
+    texts = held_out(models.named) if file is None else read_lines(file)
     target, draft = models.sources(draft)
-    drafts: dict[str, Any]
+    small: Any = None
     if needs_no_model(target, draft):
-        if unused := [f"--{name}" for name, value in {"tune": tune, **size._asdict()}.items() if value]:
+        if unused := [f"--{name}" for name, value in {"ratio": ratio, "large": large}.items() if value]:
             raise InvalidInputError(f"{', '.join(unused)} has no effect without a draft model. Give one as --draft.")
-        big, drafts = models.load_target(), {"that needs no model": None}
+        big = models.load_target()
     else:
-        big, own = size.enlarged(load_pair(target, draft, models.device, models.dtype))
-        drafts = {"as it is": own}
-        if tune:
-            model, tokenizer = pairs.tuned(big, own, others)
-            drafts["fine-tuned"] = model.to(own[0].device, own[0].dtype), tokenizer
+        big, small = enlarged(load_pair(target, draft, models.device, models.dtype), ratio, large)
     shape = {"max_new_tokens": max_new_tokens, "guess_length": guess_length, "batch": batch}
-    found = {
-        name: {kind: compare.compare(big, one, texts[: sample.limit], way, **shape) for kind, one in drafts.items()}
-        for name, way in settings.items()
-    }
-    tables = {
-        f"{settings[name].title}, the draft {kind}": rows for name, by_kind in found.items() for kind, rows in by_kind.items()
-    }
-    seconds = runs.seconds_of(lambda: XTokAssisted(big, next(iter(drafts.values()))))
+    found = {name: compare.compare(big, small, texts[:limit], way, **shape) for name, way in settings.items()}
     titles = {name: way.title for name, way in settings.items()}
+    seconds = runs.seconds_of(lambda: XTokAssisted(big, small))
     device = compare.described(big[0])
-    print_found({"device": device, "build_seconds": seconds, "titles": titles, "settings": found}, tables, json)
+    shown = {"device": device, "build_seconds": seconds, "titles": titles, "settings": found}
+    print_found(shown, {titles[name]: rows for name, rows in found.items()}, json)
     if not json:
         typer.echo(f"{device}. Making an instance of the loaded models takes {seconds:.2f} s.")
 
 
 @app.command()
 @on_the_command_line
-def sampled(
+def chats(
     models: Models,
-    sample: Sample,
-    size: Size,
     draft: DraftOption = None,
-    max_new_tokens: TokensOption = 64,
-    guess_length: GuessOption = 5,
+    file: Annotated[
+        Path | None,
+        typer.Option("--prompts", help="A file with one question per line.", show_default="32 questions in eight kinds"),
+    ] = None,
+    heads: Annotated[
+        Path | None, typer.Option(help="A file of heads, to measure as well.", show_default="those of --pair")
+    ] = None,
+    limit: LimitOption = None,
+    max_new_tokens: TokensOption = 128,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="How to generate: greedy, sampled (T = 0.8), or own (sampled, by the target's generation config). "
+            "May be given again.",
+            show_default="all three",
+        ),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Sample at four temperatures, and test whether the texts are draws from the target's distribution."""
-    from xtok.bench import sampled
+    """Chats on one thread, by kinds of questions: the target alone, transformers' assisted generation, and xtok."""
+    from xtok.bench import chats, compare, runs
+    from xtok.drafts.heads import HeadsDrafter
 
-    texts, pair = sample.prompts(models.named)[: sample.limit], size.enlarged(models.load_pair(draft))
-    rows = sampled.compare_sampled(*pair, texts, max_new_tokens=max_new_tokens, guess_length=guess_length)
-    print_found(rows, {"": rows}, json)
+    settings = runs.named_settings(setting, chats.CHAT_SETTINGS)
+    asked = chats.questions() if file is None else [chats.Question("of the file", line) for line in read_lines(file)]
+    target, small = models.load_pair(draft)
+    heads = heads or (None if models.named is None else pair(models.named).heads)
+    shared: dict[str, Any] = {"max_new_tokens": max_new_tokens, "heads": None if heads is None else HeadsDrafter(heads)}
+    with runs.one_thread():
+        found = {name: chats.compare_chats(target, small, asked[:limit], way, **shared) for name, way in settings.items()}
+    kinds = [row for rows, _ in found.values() for row in rows]
+    by_setting = {name: rows for name, (_, rows) in found.items()}
+    titles = {name: settings[name].title for name in found}
+    shape = {"threads": 1, "dtype": str(target[0].dtype).removeprefix("torch."), "max_new_tokens": max_new_tokens}
+    named = runs.XTOK if heads is None else compare.HEADS
+    tables: dict[str, Sequence[Any]] = {f"by kind of question, up to {max_new_tokens} tokens: {named}": kinds}
+    tables |= {titles[name]: rows for name, rows in by_setting.items()}
+    print_found({**shape, "titles": titles, "kinds": kinds, "settings": by_setting}, tables, json)
+    if not json:
+        typer.echo(f"One thread, {shape['dtype']}, {len(asked[:limit])} questions.")
 
 
 @app.command()
 @on_the_command_line
-def drafters(
-    models: Models,
-    sample: Sample,
-    size: Size,
-    draft: DraftOption = None,
-    max_new_tokens: TokensOption = 64,
-    json: JsonOption = False,
-) -> None:
-    """All ways to guess, and mixtures of them, on three kinds of prompts."""
-    from xtok.bench import drafters, pairs
+def sampled(models: Models, draft: DraftOption = None, limit: LimitOption = None, json: JsonOption = False) -> None:
+    """Sample at four temperatures, and test whether the texts are draws from the target's distribution."""
+    from xtok.bench import sampled
 
-    texts, limit = sample.prompts(models.named), sample.limit
-    target, draft = models.sources(draft)
-    pair = load_pair(target, draft, models.device, models.dtype)
-    drafts = {"draft": pair[1]}
-    if target == OWN_TARGET and draft in (None, OWN_DRAFT):
-        drafts |= pairs.shipped_drafts(pair)
-    pair = size.enlarged(pair)
-    kinds: dict[str, Any] = {"prose": texts[:limit], "technical": technical()[:limit], "quoting": quoting(texts)[:limit]}
-    rows = drafters.compare_drafters(pair[0], drafts, kinds, max_new_tokens=max_new_tokens)
+    target, small = models.load_pair(draft)
+    rows = sampled.compare_sampled(target, small, held_out(models.named)[:limit], max_new_tokens=64, guess_length=5)
     print_found(rows, {"": rows}, json)
-
-
-app.command()(chats)

@@ -25,8 +25,7 @@ from xtok.results.progress import busy
 
 if TYPE_CHECKING:
     from xtok.align.fit import Fit, Side
-    from xtok.bench.drafters import DraftRow
-    from xtok.bench.verdict import Verdict
+    from xtok.bench.verdict import DraftRow, Verdict
     from xtok.models.load import Described
     from xtok.models.prompts import Prompt
 
@@ -134,9 +133,8 @@ def _measured(
 ) -> "tuple[dict[str, Verdict], list[DraftRow]]":
     """The verdict for each draft, and, if `compares`, the drafts, the fastest first: both on the same prompts."""
     from xtok.bench.chats import as_chats
-    from xtok.bench.drafters import compare_drafts
     from xtok.bench.runs import SETTINGS
-    from xtok.bench.verdict import judge
+    from xtok.bench.verdict import compare_drafts, judge
 
     prompts: Sequence[Prompt] = as_chats(models[0][1], texts) if chats else list(texts)
     # greedy continuations repeat themselves, which flatters drafts

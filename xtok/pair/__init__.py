@@ -2,13 +2,12 @@
 model that is fetched once, with a draft that ships.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from xtok.errors import InvalidInputError
 
-__all__ = ["DRAFT", "HEADS", "PAIRS", "TARGET", "TUNED", "Pair", "pair", "prompts", "quoting", "technical"]
+__all__ = ["DRAFT", "HEADS", "PAIRS", "TARGET", "TUNED", "Pair", "pair", "prompts"]
 
 _ROOT = Path(__file__).parent
 TARGET = _ROOT / "target"
@@ -69,21 +68,6 @@ def pair(name: str) -> Pair:
     if name not in PAIRS:
         raise InvalidInputError(f"There is no pair {name!r}. Name one of {', '.join(PAIRS)}.")
     return PAIRS[name]
-
-
-def technical() -> list[str]:
-    """Beginnings of explanations in which the same terms recur."""
-    return _lines("technical.txt")
-
-
-def quoting(texts: Sequence[str]) -> list[tuple[str, str]]:
-    """Prompts that ask to copy a passage of three texts, and the copies with a character changed in the middle.
-
-    The copies are what a target that is large enough to follow such a prompt would write.
-    """
-    passages = ["".join(texts[i : i + 3]) for i in range(0, len(texts) - 2, 3)]
-    halves = [(text[: len(text) // 2], text[len(text) // 2 + 1 :]) for text in passages]
-    return [(f"次の文を写せ。\n{text}\n\n", f"{a}何{b}") for text, (a, b) in zip(passages, halves, strict=True)]
 
 
 def prompts() -> list[str]:
