@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from chances import chi_square
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from worlds import fitting, scaled, tokenizer
@@ -24,7 +25,6 @@ from xtok.align.keys import bytes_key, noise_keys
 from xtok.align.projection import Projection, projection
 from xtok.align.text import SequenceText
 from xtok.align.tokenbytes import TokenBytes
-from xtok.bench.sampled import chi_square
 from xtok.decoding.accept import rejection
 from xtok.decoding.pick import Picker
 from xtok.decoding.rounds import run_one

@@ -4,13 +4,13 @@ from itertools import pairwise, product
 
 import pytest
 import torch
+from chances import chi_square
 from hypothesis import given
 from hypothesis import strategies as st
 from worlds import FAMILIES, tokenizer
 
 from xtok.align.keys import bytes_key, control_key, noise_keys
 from xtok.align.tokenbytes import TokenBytes, token_bytes
-from xtok.bench.sampled import chi_square
 from xtok.sampling.noise import _MULTIPLIERS, ACCEPT, GUESS, PICK, _signed, gumbel, noise, uniform
 
 PASSES, FAILS = 1e-3, 1e-6

@@ -16,7 +16,6 @@ from xtok import Budget, HeadsDrafter, PromptLookup, XTokAssisted
 from xtok.align.tokenbytes import token_bytes
 from xtok.bench import runs
 from xtok.bench.compare import compare
-from xtok.bench.sampled import compare_sampled
 from xtok.drafts.heads import described
 from xtok.errors import InvalidInputError, UnsupportedArgumentError, XTokError
 from xtok.models.cache import CACHE
@@ -157,11 +156,6 @@ SETTINGS: dict[str, Refused] = {
         r"has no output embedding of its hidden size, 32",
     ),
     "heads that aren't there": (lambda: HeadsDrafter("no-heads"), InvalidInputError, r"no-heads does not exist.*train-heads"),
-    "nothing to sample after": (
-        lambda: compare_sampled(PAIR, (OTHER, BYTES), [], max_new_tokens=3, guess_length=3),
-        InvalidInputError,
-        r"no prompts\. Give a file",
-    ),
     "nothing to compare": (
         lambda: compare(PAIR, (OTHER, BYTES), [], runs.SETTINGS["greedy"], max_new_tokens=3, guess_length=3),
         InvalidInputError,

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from chances import chi_square
 from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -19,7 +20,6 @@ from worlds import CHAIN, TREE, examples, fitting, mostly_deep, quick, tokenizer
 
 from xtok import Budget, Engine, HeadsDrafter, XTokAssisted
 from xtok.align.tokenbytes import token_bytes
-from xtok.bench.sampled import chi_square
 from xtok.drafts.base import Context, Request
 from xtok.drafts.heads import described, save_heads
 from xtok.drafts.sequential import SequentialDrafter, SequentialHeads, sequential_config

@@ -14,13 +14,13 @@ import pytest
 pytest.importorskip("vllm.config", reason="vLLM isn't installed here; `make test-vllm` runs these tests where it is")
 
 import torch
+from chances import chi_square
 from inside import caches_of, rows_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm import LLM, SamplingParams
 from vllm.v1.sample import rejection_sampler
 
 from xtok import Budget, DraftedText, DraftEngine, Tree, XTokAssisted
-from xtok.bench.sampled import chi_square
 from xtok.drafts.session import Session
 from xtok.errors import DraftFailedWarning
 from xtok.pair import DRAFT, TARGET, prompts

@@ -2,16 +2,13 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-import torch
-from torch.nn.functional import cross_entropy
-
 from xtok.assisted import XTokAssisted
-from xtok.bench.compare import HEADS, HEADS_ALONE, UAG, Row, row, ways, works
+from xtok.bench.compare import HEADS, HEADS_ALONE, UAG, Row, is_supported, rows_of, ways
 from xtok.bench.rows import Column
 from xtok.bench.runs import (
     ALONE,
@@ -27,7 +24,7 @@ from xtok.bench.runs import (
 )
 from xtok.drafts.heads import HeadsDrafter
 from xtok.errors import InvalidInputError
-from xtok.models.prompts import Chat, prompt_ids
+from xtok.models.prompts import Chat
 
 CHAT_SETTINGS = {
     "greedy": SETTINGS["greedy"],
@@ -103,35 +100,15 @@ def compare_chats(
         xts |= {HEADS: XTokAssisted(target, heads), HEADS_ALONE: XTokAssisted(target, [heads])}
     systems = systems_of(target, xts, arguments)
     assisted = partial(by_transformers, target, **uag(target[1], draft, None), **arguments)
-    if works(assisted, {"texts": [first]}):
+    if is_supported(assisted, {"texts": [first]}):
         systems[UAG] = assisted
     runs = write_in_turns(systems, [{"texts": [first]}, *calls], setting.title)
     named = XTOK if heads is None else HEADS
     kinds = [_kind_row(kind, setting, asked, runs, named) for kind in dict.fromkeys(one.kind for one in asked)]
-    sampled = setting.arguments["do_sample"]
-    surprises = _surprises(target, chats, runs) if sampled else {}
-    return kinds, [replace(row(name, runs, sampled=sampled), surprise=surprises.get(name)) for name in runs]
+    return kinds, rows_of(target, chats, runs, sampled=setting.arguments["do_sample"])
 
 
 def _kind_row(kind: str, setting: Setting, asked: Sequence[Question], runs: dict[str, Runs], system: str) -> KindRow:
     chosen = [number for number, one in enumerate(asked) if one.kind == kind]
     own, alone = (Runs(runs[name][number] for number in chosen) for name in (system, ALONE))
     return KindRow(kind, setting.title, len(own), own.tokens_per_forward, own.total_speed(alone))
-
-
-def _surprises(target: tuple[Any, Any], chats: Sequence[Chat], runs: dict[str, Runs]) -> dict[str, float]:
-    """The mean negative log-likelihood of each system's ids under the target's own distribution, in nats."""
-    answers = {name: [(number, *run.ids[0]) for number, run in enumerate(found)] for name, found in runs.items()}
-    distinct = {answer for found in answers.values() for answer in found}
-    nats = {answer: _nats(target, chats[answer[0]], answer[1:]) for answer in distinct}
-    tokens = {name: sum(run.tokens for run in found) for name, found in runs.items()}
-    return {name: sum(nats[answer] for answer in found) / tokens[name] for name, found in answers.items()}
-
-
-@torch.no_grad()
-def _nats(target: tuple[Any, Any], chat: Chat, ids: Sequence[int]) -> float:
-    """The negative log-likelihood of all new ids after a chat."""
-    model, before = target[0], prompt_ids(target[1], chat)
-    given = torch.tensor([*before, *ids], device=model.device)
-    logits = model(given[None]).logits[0, len(before) - 1 : -1]
-    return float(cross_entropy(logits.float(), given[len(before) :], reduction="sum"))

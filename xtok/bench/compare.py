@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import torch
 import transformers
+from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from xtok.assisted import XTokAssisted
@@ -30,10 +31,11 @@ from xtok.drafts.given import without_a_model
 from xtok.drafts.lookup import PromptLookup
 from xtok.drafts.policy.settings import Budget
 from xtok.models.cache import parameters
+from xtok.models.prompts import Prompt, prompt_ids
 
 LOOKUP, NO_MODEL, DRAFT = "xtok, lookup alone", "xtok, lookup and recycling", "xtok, draft alone"
 HEADS, HEADS_ALONE = "xtok, heads in place of the draft", "xtok, heads alone"
-CHAIN, TREE = "xtok, chain of {}", "xtok, tree of depth {}"
+CHAIN, TREE, REJECTION = "xtok, chain of {}", "xtok, tree of depth {}", "xtok, chain of {}, rejection sampling"
 UAG, UAG_LENGTH, THEIR_LOOKUP = "UAG, its defaults", "UAG, length {}", "transformers' prompt lookup"
 LENGTHS = (1, 2, 3, 8, 20)
 _LOOKED_UP = 10
@@ -51,9 +53,12 @@ _SURPRISE = "nats per id, by the target's own distribution at temperature 1; dra
 class Row:
     """One system over all prompts.
 
-    `identical`: None for sampled texts of transformers, whose draws differ. `near_ties`, `elsewhere`: None unless near-ties are
-    known for each text. `acceptance_rate`, `split`, `ceiling`: for xtok alone. `replayed`, `of_bandwidth`: on a GPU alone, the
-    latter for one text at a time. `surprise`: for sampled answers to chats alone.
+    Args:
+        identical: None for draws that differ by nature, those of transformers and of rejection sampling.
+        near_ties, elsewhere: None unless near-ties are known for each text.
+        acceptance_rate, split, ceiling: For xtok alone.
+        replayed, of_bandwidth: On a GPU alone, the latter for one text at a time.
+        surprise: For sampled texts alone.
     """
 
     system: Annotated[str, Column("", note=_SYSTEMS)]
@@ -90,27 +95,31 @@ def compare(
     """Continue every prompt by every system in turn, `batch` of them at a time. Returns a row for each system.
 
     xtok runs without a draft, with prompt lookup alone, with that and token recycling, with its default drafts, with the draft
-    alone, and with the draft in chains and trees of `guess_length` draft tokens. Without a draft model, only those that need
-    none run, and transformers' prompt lookup. UAG runs with its defaults, with guesses of constant `guess_length`, and with
-    guesses of the length that is fastest on three of the prompts. If it doesn't take the pair or the batch, it has no rows.
-    A prompt's number is its seed. Raises `InvalidInputError` without prompts.
+    alone, and with the draft in chains and trees of `guess_length` draft tokens; when sampling, also in chains with rejection
+    sampling. UAG runs with its defaults, with guesses of constant `guess_length`, and of the length that is fastest on three of
+    the prompts. Without a draft model, only those that need none run, and transformers' prompt lookup. What transformers
+    refuses has no rows. A prompt's number is its seed. Raises `InvalidInputError` without prompts.
     """
     check_prompts(prompts)
-    arguments = {**setting.arguments, "max_new_tokens": max_new_tokens}
+    arguments, sampled = {**setting.arguments, "max_new_tokens": max_new_tokens}, setting.arguments["do_sample"]
     starts = range(0, len(prompts), batch)
     calls: list[dict[str, Any]] = [{"texts": prompts[at : at + batch], "size": batch, "seed": at} for at in starts]
-    chain = Budget(guess_length, width=1, schedule="constant")
-    tree = Budget(guess_length, width=4, nodes=32, schedule="constant")
-    fixed = {CHAIN.format(guess_length): chain, TREE.format(guess_length): tree} if draft else {}
-    xts = ways(target, draft) | {name: XTokAssisted(target, [draft], budget=budget) for name, budget in fixed.items()}
+    xts = ways(target, draft)
+    if draft is not None:
+        chain = Budget(guess_length, width=1, schedule="constant")
+        tree = Budget(guess_length, width=4, nodes=32, schedule="constant")
+        xts[CHAIN.format(guess_length)] = XTokAssisted(target, [draft], budget=chain)
+        xts[TREE.format(guess_length)] = XTokAssisted(target, [draft], budget=tree)
+        if sampled:
+            xts[REJECTION.format(guess_length)] = XTokAssisted(target, [draft], budget=chain, acceptance="rejection")
     systems = systems_of(target, xts, arguments)
     if draft is None:
         looked_up = partial(by_transformers, target, prompt_lookup_num_tokens=_LOOKED_UP, **arguments)
-        systems |= {THEIR_LOOKUP: looked_up} if works(looked_up, calls[0]) else {}
+        systems |= {THEIR_LOOKUP: looked_up} if is_supported(looked_up, calls[0]) else {}
     else:
         systems |= _assisted(target, draft, calls, guess_length, setting.title, arguments)
     runs = write_in_turns(systems, [calls[0], *calls], setting.title)
-    rows = [row(name, runs, sampled=setting.arguments["do_sample"]) for name in runs]
+    rows = rows_of(target, prompts, runs, sampled=sampled)
     if target[0].device.type != "cuda" or batch > 1:
         return rows
     read = weight_bytes(target[0]) / bandwidth(target[0].device)
@@ -140,7 +149,7 @@ def bandwidth(device: torch.device) -> float:
     return _MOVED / seconds_of(lambda: source.sum().item(), _READS)
 
 
-def works(system: System, call: Mapping[str, Any]) -> bool:
+def is_supported(system: System, call: Mapping[str, Any]) -> bool:
     """Whether transformers' own speculative decoding takes a pair: it refuses vocabularies of one size and batches, and
     fails on some pairs when sampling.
     """
@@ -161,7 +170,7 @@ def _assisted(
     assisted = {
         name: partial(by_transformers, target, **uag(target[1], draft, length), **arguments) for name, length in lengths.items()
     }
-    if not works(assisted[UAG], calls[0]):
+    if not is_supported(assisted[UAG], calls[0]):
         return {}
     tried = write_in_turns(assisted, [calls[0], *calls[:3]], f"lengths of guesses, {title}")
     best = min(list(lengths)[1:], key=lambda name: sum(run.seconds / run.tokens for run in tried[name]))
@@ -180,7 +189,16 @@ def ways(target: Any, draft: Any) -> dict[str, XTokAssisted]:
     return found if draft is None else {**found, XTOK: XTokAssisted(target, draft), DRAFT: XTokAssisted(target, [draft])}
 
 
-def row(name: str, runs: dict[str, Runs], *, sampled: bool) -> Row:
+def rows_of(target: tuple[Any, Any], prompts: Sequence[Prompt], runs: dict[str, Runs], *, sampled: bool) -> list[Row]:
+    """A row for each system in `runs`, which generated a text after each of the prompts."""
+    found = [_row(name, runs, sampled=sampled) for name in runs]
+    if not sampled:
+        return found
+    nats = surprises(target, prompts, runs)
+    return [replace(one, surprise=nats[one.system]) for one in found]
+
+
+def _row(name: str, runs: dict[str, Runs], *, sampled: bool) -> Row:
     """The figures of one of the systems in `runs`, beside those of the target alone and of xtok without a draft."""
     own, shares = runs[name], runs[name].split
     ties = [one.near_ties for one in own.stats]
@@ -188,7 +206,7 @@ def row(name: str, runs: dict[str, Runs], *, sampled: bool) -> Row:
     proposed = sum(one.proposed for one in own.stats)
     return Row(
         system=name,
-        identical=None if sampled and not shares else own.identical(runs[NONE if shares else ALONE]),
+        identical=None if sampled and (not shares or "rejection" in name) else own.identical(runs[NONE if shares else ALONE]),
         as_transformers=None if sampled else own.identical(runs[ALONE]),
         near_ties=sum(len(some or ()) for some in ties) if known else None,
         elsewhere=_elsewhere(own, runs[ALONE]) if known and not sampled else None,
@@ -216,3 +234,20 @@ def _elsewhere(own: Runs, alone: Runs) -> int:
         parting = next((at for at, (one, other) in enumerate(zip_longest(ids, others)) if one != other), None)
         count += parting is not None and parting not in {tie.position for tie in stats.near_ties or ()}
     return count
+
+
+def surprises(target: tuple[Any, Any], prompts: Sequence[Prompt], runs: dict[str, Runs]) -> dict[str, float]:
+    """The mean negative log-likelihood of each system's ids under the target's own distribution at temperature 1, in nats."""
+    texts = {name: list(enumerate(tuple(ids) for run in found for ids in run.ids)) for name, found in runs.items()}
+    distinct = {text for found in texts.values() for text in found}
+    nats = {(number, ids): _nats(target, prompts[number], ids) for number, ids in distinct}
+    return {name: sum(nats[text] for text in found) / runs[name].tokens for name, found in texts.items()}
+
+
+@torch.no_grad()
+def _nats(target: tuple[Any, Any], prompt: Prompt, ids: Sequence[int]) -> float:
+    """The negative log-likelihood of all new ids after a prompt."""
+    model, before = target[0], prompt_ids(target[1], prompt)
+    given = torch.tensor([*before, *ids], device=model.device)
+    logits = model(given[None]).logits[0, len(before) - 1 : -1]
+    return float(cross_entropy(logits.float(), given[len(before) :], reduction="sum"))

@@ -137,14 +137,3 @@ def chats(
     print_found({**shape, "titles": titles, "kinds": kinds, "settings": by_setting}, tables, json)
     if not json:
         typer.echo(f"One thread, {shape['dtype']}, {len(asked[:limit])} questions.")
-
-
-@app.command()
-@on_the_command_line
-def sampled(models: Models, draft: DraftOption = None, limit: LimitOption = None, json: JsonOption = False) -> None:
-    """Sample at four temperatures, and test whether the texts are draws from the target's distribution."""
-    from xtok.bench import sampled
-
-    target, small = models.load_pair(draft)
-    rows = sampled.compare_sampled(target, small, held_out(models.named)[:limit], max_new_tokens=64, guess_length=5)
-    print_found(rows, {"": rows}, json)
