@@ -30,7 +30,7 @@ FEW = 6
 def samples_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of how few tokens they are changes no sentence that is looked for here."""
     monkeypatch.setattr(inspect, "MEASURED_TOKENS", FEW)
-    monkeypatch.setattr(bench_verdict, "_WRITTEN", 2 * FEW)
+    monkeypatch.setattr(bench_verdict, "SAMPLE_TOKENS", 2 * FEW)
 
 
 SAME = fit(tokenizer("byte-level BPE"), tokenizer("byte-level BPE"), CORPUS)
@@ -188,24 +188,19 @@ def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inspect, "MEASURED_TOKENS", 4)
 
 
-def test_inspect_judges_several_drafts(few_tokens: None) -> None:
-    both = ("inspect", "--draft", str(DRAFT), "--draft", str(TARGET), "--limit", "1")
-    reported, _ = run(*both)
-    assert reported.count("Draft costs ") == 2
-    found = json.loads(run(*both, "--json")[0])
-    assert [one["name"] for one in found] == [str(DRAFT), str(TARGET)]
-    assert found[1]["verdict"]["accepted"] == found[1]["verdict"]["guessed"] > 0  # it guesses as it picks
-
-
-def test_inspect_judges_heads_beside_a_draft_model(few_tokens: None) -> None:
+def test_inspect_judges_several_drafts_and_heads(few_tokens: None) -> None:
     """Found by trial: a pair's heads, which guess better than its draft model, couldn't be judged."""
-    given = ("--draft", str(HEADS), "--draft", str(DRAFT))
-    heads, model = json.loads(run("inspect", *given, "--limit", "1", "--json")[0])
-    assert (heads["name"], model["name"]) == (str(HEADS), str(DRAFT))
+    given = (str(DRAFT), str(TARGET), str(HEADS))
+    asked = ("inspect", *(part for one in given for part in ("--draft", one)), "--limit", "1")
+    found = json.loads(run(*asked, "--json")[0])
+    model, itself, heads = found
+    assert [one["name"] for one in found] == [*given]
+    assert itself["verdict"]["accepted"] == itself["verdict"]["guessed"] > 0  # it guesses as it picks
     assert heads["verdict"]["guessed"] > 0 and heads["verdict"]["cost"] > 0
     assert "losses" in model and "losses" not in heads
-    printed, _ = run("inspect", "--draft", str(HEADS), "--limit", "1")
-    assert "Draft costs" in printed and "vocabulary" not in printed
+    printed, _ = run("inspect", "--draft", str(HEADS), "--draft", str(DRAFT), "--limit", "1")
+    assert printed.count("Draft costs ") == 2
+    assert printed.count("vocabulary") == printed.partition(str(DRAFT))[2].count("vocabulary") > 0
 
 
 @pytest.mark.deep

@@ -19,7 +19,7 @@ _ALONE = 9
 """How many tokens the target writes alone, to time it."""
 _TIMED, _LEAST, _SECONDS = 3, 3, 10.0
 """On how many prompts the target alone is timed; how many are measured at least; after how many seconds no other one starts."""
-_WRITTEN = 48
+SAMPLE_TOKENS = 48
 """How many tokens a text has that the target writes as a sample."""
 
 
@@ -45,10 +45,15 @@ class Timed(NamedTuple):
 class Verdict:
     """Whether guesses of a draft model pay, in chains.
 
-    `cost`: seconds of the draft's forward pass ÷ those of the target's. `depth`: the fastest number of draft tokens in a guess,
-    from 1 to `GUESS`. `guessed`, `accepted`: how many of the target's ids were, in guesses of that depth, on `prompts` prompts.
-    `break_even`: the share that must be accepted for guessing to pay. `speed`: the expected speed, where the target alone has
-    1. `best`: the speed if every guess is accepted. `sentence`: all of that in words.
+    Args:
+        prompts: How many were measured.
+        cost: Seconds of the draft's forward pass ÷ those of the target's.
+        depth: The fastest number of draft tokens in a guess, from 1 to `GUESS`.
+        guessed, accepted: How many of the target's ids were, in guesses of that depth.
+        break_even: The share that must be accepted for guessing to pay.
+        speed: The expected speed, in multiples of the target alone.
+        best: The speed if every guess is accepted.
+        sentence: All of that in words.
     """
 
     prompts: int
@@ -166,7 +171,7 @@ def own_texts(target: tuple[Any, Any], count: int) -> list[str]:
         return []  # there is nothing to begin with
     else:
         ids = prompt_ids(tokenizer, "")
-    written = XTokAssisted(target).generate([ids] * count, do_sample=True, seed=0, max_new_tokens=_WRITTEN, progress=False)
+    written = XTokAssisted(target).generate([ids] * count, do_sample=True, seed=0, max_new_tokens=SAMPLE_TOKENS, progress=False)
     return list(dict.fromkeys(text for one in written if (text := one.text.strip())))
 
 

@@ -22,8 +22,14 @@ HEADS = _ROOT / "heads.safetensors"
 
 @dataclass(frozen=True)
 class Pair:
-    """A target, a draft model for it, and heads on it. `guesser`: which of the two guesses better. `chats`: whether the target
-    is tuned for chats.
+    """A target, a draft model for it, and heads on it.
+
+    Args:
+        name: "aozora" or "smollm2".
+        draft: The folder of the draft model.
+        heads: The file of the heads.
+        guesser: Which of the two guesses better.
+        chats: Whether the target is tuned for chats.
     """
 
     name: str
