@@ -136,16 +136,6 @@ def uag(tokenizer: Any, draft: Any, guess_length: int | None) -> dict[str, Any]:
     return {"assistant_model": model, "tokenizer": copy(tokenizer), "assistant_tokenizer": copy(draft[1])}
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def seconds_of(run: Callable[[], object], repeats: int = 1) -> float:
     """How long something takes: the median over repeats."""
     seconds = []

@@ -1,6 +1,7 @@
 """`xtok bench`: its two commands, their options, and the models and texts that they pass to the benchmarks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,7 +29,22 @@ TokensOption = Annotated[int, typer.Option(min=1, help="How many tokens to write
 app = typer.Typer()
 
 
+def unless_a_command_follows(measure: Callable[..., None]) -> Callable[..., None]:
+    """Calls `measure` if no command follows, and refuses options before the name of a command."""
+
+    @wraps(measure)
+    def run(ctx: typer.Context, **options: Any) -> None:
+        sources: Any = [ctx.get_parameter_source(name) for name in options]
+        if ctx.invoked_subcommand is None:
+            measure(ctx=ctx, **options)
+        elif any(one.name == "COMMANDLINE" for one in sources):
+            ctx.fail(f"Give options after the name of the command: xtok bench {ctx.invoked_subcommand} …")
+
+    return run
+
+
 @app.callback(invoke_without_command=True)
+@unless_a_command_follows
 @on_the_command_line
 def compare(
     ctx: typer.Context,
@@ -63,10 +79,6 @@ def compare(
     """Measure on your machine: the target alone, transformers' universal assisted generation and xtok, in turns on the same
     prompts. For chat models, use xtok bench chats.
     """
-    if ctx.invoked_subcommand is not None:
-        if any(ctx.get_parameter_source(name).name == "COMMANDLINE" for name in ctx.params):  # type: ignore[union-attr]
-            ctx.fail(f"Give options after the name of the command: xtok bench {ctx.invoked_subcommand} …")
-        return
     from xtok.assisted import XTokAssisted
     from xtok.bench import compare, runs
     from xtok.bench.stretch import enlarged
@@ -117,6 +129,8 @@ def chats(
     json: JsonOption = False,
 ) -> None:
     """Chats on one thread, by kinds of questions: the target alone, transformers' assisted generation, and xtok."""
+    import torch
+
     from xtok.bench import chats, compare, runs
     from xtok.drafts.heads import HeadsDrafter
 
@@ -125,8 +139,8 @@ def chats(
     target, small = models.load_pair(draft)
     heads = heads or (None if models.named is None else pair(models.named).heads)
     shared: dict[str, Any] = {"max_new_tokens": max_new_tokens, "heads": None if heads is None else HeadsDrafter(heads)}
-    with runs.one_thread():
-        found = {name: chats.compare_chats(target, small, asked[:limit], way, **shared) for name, way in settings.items()}
+    torch.set_num_threads(1)  # models this small gain nothing from more
+    found = {name: chats.compare_chats(target, small, asked[:limit], way, **shared) for name, way in settings.items()}
     kinds = [row for rows, _ in found.values() for row in rows]
     by_setting = {name: rows for name, (_, rows) in found.items()}
     titles = {name: settings[name].title for name in found}
