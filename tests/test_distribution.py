@@ -19,6 +19,7 @@ from chances import chi_square
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from worlds import fitting, scaled, tokenizer
+from xtok.drafts.policy.draft import DraftPolicy
 
 from xtok import Budget, XTokAssisted
 from xtok.align.keys import bytes_key, noise_keys
@@ -31,7 +32,6 @@ from xtok.decoding.rounds import run_one
 from xtok.decoding.sequence import Sequence as Written
 from xtok.drafts.candidates import Candidates
 from xtok.drafts.meter import Meter
-from xtok.drafts.policy.draft import DraftPolicy
 from xtok.drafts.policy.policy import Policy
 from xtok.drafts.projected import ProjectedDrafter
 from xtok.drafts.reader import Reader
