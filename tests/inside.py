@@ -69,7 +69,3 @@ def memory_of(lookup: Any) -> TextMemory | None:
 def corpus_of(lookup: Any) -> list[str]:
     """The texts that prompt lookup was given."""
     return lookup._texts
-
-
-WRITES, CARD = "xtok.tune.writing._continued", "xtok.tune._card"
-"""Where a training may be killed: while the target writes, and at the end."""

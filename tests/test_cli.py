@@ -227,17 +227,36 @@ def test_json_is_json_in_any_encoding() -> None:
     assert "🍣は" in piped(program, PYTHONIOENCODING="utf-8")
 
 
+@pytest.mark.parametrize(
+    ("kept", "printed"),
+    [(True, "xtok: stopped. The best so far is in out.\n"), (False, "xtok: stopped. Nothing was trained yet.\n")],
+)
 @pytest.mark.parametrize("command", ["tune-draft", "train-heads"])
-def test_a_training_that_is_stopped_says_how_to_go_on(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_training_that_is_stopped_says_what_is_kept(
+    command: str, kept: bool, printed: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def stopped(*given: object, **__: object) -> None:
+        if kept:
+            file = Path("out", "config.json") if command == "tune-draft" else Path("out")
+            file.parent.mkdir(exist_ok=True)
+            file.touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("xtok.tune.tune_draft", stopped)
+    monkeypatch.setattr("xtok.tune.train_heads", stopped)
+    Path("prompts.txt").write_text("吾輩は\n", encoding="utf-8")
+    assert run(command, "--prompts", "prompts.txt", "--out", "out", code=130)[1] == printed
+
+
+def test_a_training_that_is_stopped_takes_nothing_of_an_earlier_one_for_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def stopped(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("xtok.tune.tune_draft", stopped)
     monkeypatch.setattr("xtok.tune.train_heads", stopped)
-    file = tmp_path / "prompts.txt"
-    file.write_text("吾輩は\n", encoding="utf-8")
-    _, printed = run(command, "--prompts", str(file), "--out", str(tmp_path / "out"), code=130)
-    assert printed == "xtok: stopped. What was done is kept: run the same command again to resume.\n"
+    assert run("train-heads", "--out", str(HEADS), code=130)[1] == "xtok: stopped. Nothing was trained yet.\n"
 
 
 USELESS = [

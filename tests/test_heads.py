@@ -6,17 +6,14 @@ from copy import deepcopy
 from dataclasses import replace
 from math import inf
 from pathlib import Path
-from pkgutil import resolve_name
 from shutil import copytree
 from typing import Any
 
 import pytest
 import torch
-from inside import WRITES
 from safetensors import safe_open
 from safetensors.torch import save_file
 from test_cli import run
-from test_tune import Killed, killed_at
 from transformers import DynamicCache
 from worlds import CHAIN, TREE, deep, fitting, tokenizer
 from xtok.drafts.policy.draft import DraftPolicy
@@ -44,8 +41,6 @@ from xtok.models.stable import StableShapes
 from xtok.models.timing import Span
 from xtok.tune.examples import IGNORED, Example, batch
 from xtok.tune.heads import TrainedHeads, _guesses, _hidden, _untrained, accuracies, loss_of
-from xtok.tune.training import Plan
-from xtok.tune.writing import write
 
 TOKENS = tokenizer("SentencePiece BPE")
 TARGET = fitting(TOKENS, "Llama", 0)
@@ -96,8 +91,8 @@ def test_training_teaches_heads_what_the_target_writes(
     kind: str, tmp_path: Path, shallow: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As much as in 14 s of a quiet machine, also on a busy one."""
-    monkeypatch.setattr("xtok.tune.answers.timed", lambda: nullcontext(Span(2.0)))
-    monkeypatch.setattr("xtok.tune.heads.planned", lambda *_: Plan(EPOCHS, bf16=False))
+    monkeypatch.setattr("xtok.tune.writing.timed", lambda: nullcontext(Span(2.0)))
+    monkeypatch.setattr("xtok.tune.heads.planned", lambda *_: (EPOCHS, False))
     taught = trained(tmp_path / "heads", shallow, kind=kind, hours=0.004, max_new_tokens=48)
     assert taught.accuracy[0][0] > 0.3  # of 8,000 ids
     assert taught.epochs[-1] >= taught.epochs[0]
@@ -279,70 +274,83 @@ def test_a_file_that_holds_no_heads_is_refused(tmp_path: Path) -> None:
             HeadsDrafter(file)
 
 
-@pytest.mark.deep
+def rising(calls: int, last: BaseException) -> Any:
+    """In place of a measurement: it rises at each call, until `last` is raised after so many calls."""
+    figures = iter(range(1, calls + 1))
+
+    def measured(*_: Any, **__: Any) -> tuple[float, dict[str, float]]:
+        figure = next(figures, None)
+        if figure is None:
+            raise last
+        return float(figure), {}
+
+    return measured
+
+
 @pytest.mark.parametrize("kind", ["sequential", "medusa"])
-@pytest.mark.parametrize("place", [WRITES, *(f"xtok.tune.heads.{name}" for name in ("fit", "accuracies", "_card", "remove"))])
-def test_heads_whose_training_was_killed_are_finished_by_the_same_call(
-    tmp_path: Path, shallow: Path, monkeypatch: pytest.MonkeyPatch, place: str, kind: str
-) -> None:
-    out = tmp_path / "heads.safetensors"
-    with monkeypatch.context() as patched:
-        patched.setattr(place, killed_at(resolve_name(place), 1))
-        with pytest.raises(Killed):
-            trained(out, shallow, kind=kind)
-    assert out.exists() == Path(f"{out}.md").exists() == place.endswith("remove")
-    assert HeadsDrafter(trained(out, shallow, kind=kind).file).trained.accuracy
-    assert {path.name for path in tmp_path.iterdir()} == {out.name, f"{out.name}.md"}
+def test_an_interrupted_training_leaves_its_best_heads(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xtok.tune.heads.planned", lambda *_: (5, False))
+    monkeypatch.setattr("xtok.tune.heads.per_forward", rising(2, KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        train_heads((TARGET, TOKENS), tmp_path / "h", PROMPTS, **{**SETTINGS, "kind": kind})
+    assert [path.name for path in tmp_path.iterdir()] == ["h"]
+    xt = XTokAssisted((TARGET, TOKENS), HeadsDrafter(tmp_path / "h"), budget=TREE)
+    stats = xt.generate("吾輩は", max_new_tokens=8, do_sample=False).stats
+    assert stats.proposed and stats.draft_error is None
+
+
+def test_heads_that_can_not_be_written_whole_leave_those_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = list[bytes]()
+
+    def full(heads: Any, info: Any, file: Path) -> None:
+        save_heads(heads, info, file)
+        whole.append(file.read_bytes())
+        if len(whole) == 3:
+            file.write_bytes(whole[-1][:99])
+            raise OSError("No space left on device")
+
+    monkeypatch.setattr("xtok.tune.heads.planned", lambda *_: (5, False))
+    monkeypatch.setattr("xtok.tune.heads.per_forward", rising(9, AssertionError()))
+    monkeypatch.setattr("xtok.tune.heads.save_heads", full)
+    with pytest.raises(OSError, match="No space left"):
+        train_heads((TARGET, TOKENS), tmp_path / "h", PROMPTS, **SETTINGS)
+    assert (tmp_path / "h").read_bytes() == whole[1]
+
+
+@pytest.mark.parametrize("length", [2, 3, 4, 6])
+def test_texts_shorter_than_the_steps_of_heads_are_learnt(length: int) -> None:
+    """Found with a target that ends its texts early: tensors of other sizes didn't match."""
+    rows = [example([3], list(range(4, 3 + length)))] * 2
+    info = replace(described(TARGET, token_bytes(TOKENS)), layers=(1, -1), window=9)
+    heads = _untrained(TARGET, info, rows, 5, 64, None)
+    if length > 2:
+        assert torch.isfinite(loss_of(TARGET, heads, batch(rows), info.layers, 5))
+    found = accuracies(TARGET, heads, rows, info.layers, 5)
+    assert len(found) == max(0, length - 2), "nothing was measured at later steps"
+    assert all(0 <= one <= 1 for step in found for one in step)
+
+
+def test_a_file_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
+    """Found with a path that named the target's own weights."""
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"weights")
+    with pytest.raises(InvalidInputError, match=r"exists, where the heads would be written"):
+        trained(file)
+    assert file.read_bytes() == b"weights" and [*tmp_path.iterdir()] == [file]
 
 
 @pytest.mark.parametrize("kind", ["sequential", *deep("medusa")])
 def test_the_command_trains_and_prints_how_often_heads_were_right(tmp_path: Path, kind: str) -> None:
     (tmp_path / "data.txt").write_text("\n".join(PROMPTS), encoding="utf-8")
-    arguments = ["--prompts", str(tmp_path / "data.txt"), "--out", str(tmp_path / "h"), "--steps", "2", "--hours", "0.0001"]
+    for part in (TARGET, TOKENS):
+        part.save_pretrained(tmp_path / "target")
+    arguments = ["--target", str(tmp_path / "target"), "--prompts", str(tmp_path / "data.txt"), "--out", str(tmp_path / "h")]
+    arguments += ["--steps", "2", "--hours", "0.0001"]
     arguments += ["--kind", kind, "--size", "64", "--starts", "1", "--max-new-tokens", "8"]
     printed = "".join(run("train-heads", *arguments))
-    assert "tokens per forward" in printed and "5th" in printed and "step 2" in printed
+    assert "tokens per forward" in printed and "  greedy: " in printed and "step 2" in printed
     found = HeadsDrafter(tmp_path / "h").trained
     assert len(found.accuracy) == 2 and (found.window is None) == (kind == "medusa")
-
-
-def test_heads_have_a_card_with_figures_for_each_way_of_picking(
-    tmp_path: Path, shallow: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Figures and texts of a way belong together, and a way none of whose texts can be used has no figures."""
-    measured = list[tuple[set[tuple[int, ...]], Any]]()
-
-    def spied(target: Any, heads: Any, rows: Any, **more: Any) -> Any:
-        found = accuracies(target, heads, rows, **more)
-        measured.append(({tuple(row.labels[row.labels != IGNORED].tolist()) for row in rows}, found))
-        return found
-
-    def written(*arguments: Any, **more: Any) -> Any:
-        texts = write(*arguments, **more)
-        return [replace(one, ids=one.ids[:1]) if one.way == "greedy" else one for one in texts]
-
-    monkeypatch.setattr("xtok.tune.heads.accuracies", spied)
-    monkeypatch.setattr("xtok.tune.heads.write", written)
-    (tmp_path / "h.half").write_text("mine")
-    taught = trained(tmp_path / "h", shallow)
-    assert {path.name for path in tmp_path.iterdir()} == {"h", "h.md", "h.half"}
-    card = (tmp_path / "h.md").read_text(encoding="utf-8")
-    assert set(taught.right) == set(taught.ways) == {"greedy", "greedy, repetition penalty 1.2", "sampled"}
-    assert taught.right["greedy"] == () and f"| greedy | {taught.ways['greedy']:.2f} | – | – |" in card
-    by_way = dict(zip(taught.right, measured, strict=False))
-    assert set.union(*(ids for ids, _ in by_way.values())) == measured[-1][0] and measured[-1][1] == taught.accuracy
-    for way in ("greedy, repetition penalty 1.2", "sampled"):
-        ids, found = by_way[way]
-        assert ids and taught.right[way] == tuple(ranks[0] for ranks in found)
-        assert f"| {way} | {taught.ways[way]:.2f} | {found[0][0]:.0%} | {found[1][0]:.0%} |" in card
-    assert "# Heads for shallow" in card and "base_model: shallow" in card and f"{taught.texts:,} texts" in card
-
-
-def test_a_card_that_exists_is_not_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "h.md").write_text("mine", encoding="utf-8")
-    with pytest.raises(InvalidInputError, match=r"h\.md exists, where the card of the heads"):
-        trained(tmp_path / "h")
-    assert (tmp_path / "h.md").read_text(encoding="utf-8") == "mine"
 
 
 def test_settings_that_make_no_sense_are_refused(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from xtok.models.cache import CACHE
 from xtok.pair import HEADS
 from xtok.pair import TARGET as SAVED
 from xtok.tune import split
-from xtok.tune.work import check_installed
 
 PAIR = (TARGET, TOKENS)
 SMALL = model("Llama", 50, 0, torch.float64)
@@ -384,27 +383,6 @@ def test_what_transformers_refuses_is_refused_in_its_own_words_before_any_forwar
         with forwards(TARGET, OTHER) as seen, pytest.raises(error, match=reported):
             ask()
         assert not seen
-
-
-@pytest.mark.parametrize(
-    "check",
-    [
-        lambda: check_installed("accelerate", "peft"),
-        lambda: check_installed("accelerate"),
-    ],
-)
-def test_what_isnt_installed_is_reported_together_with_how_to_install_it(
-    check: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("xtok.tune.work.find_spec", lambda name: None)
-    with (
-        forwards(OTHER) as seen,
-        pytest.raises(
-            InvalidInputError, match=r"needs .*pip install '\.\[tune\]' \(in a checkout of xtok; elsewhere 'xtok\[tune\]'\)"
-        ),
-    ):
-        check()
-    assert not seen
 
 
 def test_half_a_new_token_is_a_whole_one_as_transformers_has_it() -> None:

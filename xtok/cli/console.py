@@ -183,16 +183,6 @@ def _hint_at_threads() -> None:
         typer.echo("xtok: this machine is busy. On its CPU, OMP_NUM_THREADS=1 may be many times as fast.", err=True)
 
 
-@contextmanager
-def resumable() -> Iterator[None]:
-    """If Ctrl-C stops the training in this block, says how to resume it."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        typer.echo("xtok: stopped. What was done is kept: run the same command again to resume.", err=True)
-        raise typer.Exit(130) from None
-
-
 def held_out(named: str | None) -> list[str]:
     """Prompts to measure on: those of a named pair, or every sixth of those of the pair that ships."""
     return prompts()[::EVERY] if named is None or named == "aozora" else pair(named).prompts

@@ -7,35 +7,26 @@ import os
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from xtok.align.projection import projection
+from xtok.align.projection import Projection, projection
 from xtok.align.tokenbytes import token_bytes
 from xtok.errors import InvalidInputError, shown
 from xtok.models.cache import device_of
 from xtok.models.load import Source, draft_model, load
 from xtok.models.modes import Modes, within
 from xtok.results.progress import stage
+from xtok.tune.draft import loss_of, rate_for, trains_by_lora, with_lora
 from xtok.tune.examples import training_examples
 from xtok.tune.heads import TrainedHeads, train_heads
-from xtok.tune.training import TrainingSettings, train
-from xtok.tune.work import (
-    Settings,
-    card_of,
-    check,
-    fingerprint,
-    finish,
-    per_forward,
-    settings_of,
-    split,
-    work_of_draft,
-    writing_arguments,
-)
-from xtok.tune.writing import PENALTY, beginnings, check_written, write
+from xtok.tune.training import check, fit, per_forward
+from xtok.tune.writing import beginnings, check_written, split, write
 
 __all__ = ["TrainedHeads", "Tuned", "split", "train_heads", "tune_draft"]
 
@@ -49,7 +40,7 @@ class Tuned:
 
     `path`: the folder with the tuned draft. `texts`: how many texts it was trained on. `before`, `after`: tokens per forward
     pass of the target with the untuned and the tuned draft, over all ways of picking, on held-out prompts. `epochs`: tokens
-    per forward pass on the prompts that decided when to stop, before training and after each epoch; the best epoch was kept.
+    per forward pass on the prompts that decided when to stop, before training and in each epoch; the best was kept.
     `ways`: before and after for each way of picking: greedy, greedy with a repetition penalty, sampled.
     """
 
@@ -87,30 +78,31 @@ def tune_draft(
     choose by the draft's size. `lora`: train low-rank matrices (Hu et al. 2021, arXiv 2106.09685) and merge them into the
     draft; None: for drafts of more than 500 M parameters.
 
-    If training was stopped, call this again with the same arguments to resume; the weights are the same as without a stop (in
-    float32 on a CPU). Raises `InvalidInputError` for invalid settings, for fewer than 3 prompts, for prompts that leave no room
-    in the target's context window, for an `out` that holds something else or was started with other settings, for a draft whose
-    tokenizer can't write the target's texts, and if accelerate or peft is missing; `UnsupportedModelError` or
-    `UnsupportedTokenizerError` for an unsupported target or draft.
+    Each time that the draft is better than before, it is written to `out`, so that an interrupted training leaves its best so
+    far. Raises `InvalidInputError` for invalid settings, for fewer than 3 prompts, for prompts that leave no room in the
+    target's context window, for an `out` that isn't empty, for a draft whose tokenizer can't write the target's texts, and if
+    peft is missing for LoRA; `UnsupportedModelError` or `UnsupportedTokenizerError` for an unsupported target or draft.
     """
-    settings = {**settings_of(locals()), "penalty": PENALTY}
+    check(locals(), starts=1, max_new_tokens=1, epochs=1)
     if not isinstance(lora, bool | None):
         raise InvalidInputError(f"lora is {shown(lora)}; it must be True, False or None.")
-    check(settings, out, "accelerate", "peft", starts=1, max_new_tokens=1, epochs=1)
+    path = Path(out)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise InvalidInputError(f"{out} is not empty. Choose another folder for the draft.")
     stopping, kept, learnt = split(prompts)
+    arguments: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampled": sampled}
+    arguments |= {} if temperature is None else {"temperature": temperature}
     pair = load(target, "target")
     learner = draft_model(draft, beside=device_of(pair[0]))
-    arguments = writing_arguments(settings)
+    lora = trains_by_lora(learner.model, lora)
     check_written(pair, [*stopping, *kept, *learnt], arguments)
-    weights = {
-        "target's weights": fingerprint(*pair),
-        "draft's weights": fingerprint(learner.model, learner.vocabulary.tokenizer),
-    }
-    work = work_of_draft(Path(out), settings | weights)
+    path.mkdir(parents=True, exist_ok=True)
     apart = {*beginnings(stopping, starts), *beginnings(kept, starts)}
-    texts = write(pair, [one for one in beginnings(learnt, starts) if one not in apart], work / "texts", **arguments)
+    texts = write(pair, [one for one in beginnings(learnt, starts) if one not in apart], **arguments)
     view = token_bytes(pair[1])
-    rows, seen = training_examples(learner, view, texts), projection(view, learner.vocabulary.view)
+    rows = training_examples(learner, view, texts)
+    own = vars(projection(view, learner.vocabulary.view))
+    seen = Projection(**{name: part.to(learner.model.device) for name, part in own.items()})
 
     def measured(model: PreTrainedModel, texts: Sequence[str] = stopping) -> tuple[float, dict[str, float]]:
         some = beginnings(texts, starts)[:: -(-len(texts) * starts // _MOST)]  # evenly spread
@@ -118,26 +110,36 @@ def tune_draft(
 
     with stage("measuring the draft as it is"):
         first, _ = measured(learner.model)
-    copy: Any = deepcopy(learner.model)
-    trained: Any
-    how = TrainingSettings(epochs, learning_rate, lora)
-    trained, found = train(copy.float(), rows, seen, lambda model: measured(model)[0], work / "training", how)
-    model = trained.to(learner.model.dtype) if max(found) > first else learner.model
+    draft_copy: Any = deepcopy(learner.model)
+    trained: Any = with_lora(draft_copy.float()) if lora else draft_copy.float()
+
+    def whole() -> PreTrainedModel:
+        """The draft as trained so far, in its own dtype."""
+        one = deepcopy(trained)
+        return (one.merge_and_unload() if lora else one).eval().to(learner.model.dtype)  # type: ignore[no-any-return]
+
+    def keep(figure: float) -> None:
+        if figure > first:
+            _save(whole(), learner.vocabulary.tokenizer, path)
+
+    rate = learning_rate or rate_for(learner.model, lora)
+    found = fit(
+        trained, rows, partial(loss_of, seen=seen), lambda: measured(draft_copy.eval())[0], keep, epochs=epochs, rate=rate
+    )
+    model = whole() if max(found) > first else learner.model
+    if model is learner.model:
+        _save(model, learner.vocabulary.tokenizer, path)
     with stage("measuring what was gained"):
         before, after = (measured(one, kept)[1] for one in (learner.model, model))
     ways = {way: (before[way], after[way]) for way in before}
-    result = Tuned(Path(out), len(rows), fmean(before.values()), fmean(after.values()), (first, *found), ways)
-    finish(model, learner.vocabulary.tokenizer, _card(settings, result), result.path, work)
-    return result
+    return Tuned(path, len(rows), fmean(before.values()), fmean(after.values()), (first, *found), ways)
 
 
-def _card(settings: Settings, result: Tuned) -> str:
-    first, *others = result.epochs
-    learnt = f"on {result.texts} texts that `{settings['target']}` wrote"
-    made = f"`{settings['draft']}`, fine-tuned by xtok {learnt}."
-    if max(others) <= first:
-        made = f"`{settings['draft']}`, unchanged: fine-tuning it {learnt} gained nothing."
-    ways = [[way, f"{before:.2f}", f"{after:.2f}"] for way, (before, after) in result.ways.items()]
-    titles = ["tokens per forward of the target", "before", "after"]
-    when, about = "before training and after each epoch", {"base_model": settings["draft"], "library_name": "transformers"}
-    return card_of(settings, "A draft", made, [titles, *ways], when, result.epochs, **about)
+def _save(model: PreTrainedModel, tokenizer: Any, out: Path) -> None:
+    """Write a draft to a folder. Each file of the model is replaced as a whole, its configuration, which makes it one, last."""
+    if not (out / "config.json").exists():
+        tokenizer.save_pretrained(out)
+    with TemporaryDirectory(dir=out) as folder:
+        model.save_pretrained(folder)
+        for file in sorted(Path(folder).iterdir(), key=lambda file: file.name == "config.json"):
+            os.replace(file, out / file.name)

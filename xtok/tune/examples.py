@@ -118,15 +118,16 @@ def _bytes_left(view: TokenBytes, ids: Sequence[int]) -> list[int]:
     return list(accumulate((len(view[token] or b"") for token in reversed(ids)), initial=0))[::-1]
 
 
-def batch(rows: Sequence[Example]) -> dict[str, Tensor]:
-    """A batch of examples, padded at their ends.
+def batch(rows: Sequence[Example], device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    """A batch of examples on a device, padded at their ends.
 
     `input_ids`, `attention_mask`, `labels`: (rows, longest), int64. `likeliest`, `probabilities`: (rows, longest, few).
     """
-    return {
+    padded = {
         "input_ids": pad_sequence([row.input_ids for row in rows], batch_first=True),
         "attention_mask": pad_sequence([torch.ones_like(row.input_ids) for row in rows], batch_first=True),
         "labels": pad_sequence([row.labels for row in rows], batch_first=True, padding_value=IGNORED),
         "likeliest": pad_sequence([row.likeliest for row in rows], batch_first=True),
         "probabilities": pad_sequence([row.probabilities for row in rows], batch_first=True),
     }
+    return {name: part.to(device) for name, part in padded.items()}

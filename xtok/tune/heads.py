@@ -2,11 +2,13 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, get_args
 
 import torch
@@ -23,29 +25,20 @@ from xtok.models.cache import CACHE, device_of, output_embeddings, stacked, voca
 from xtok.models.load import Source, target_model
 from xtok.models.modes import Modes, within
 from xtok.models.prompts import prompt_ids
+from xtok.models.timing import timed
 from xtok.results.progress import stage
-from xtok.tune.answers import WRITING, check_prompts, prompts_for, write_for
 from xtok.tune.examples import IGNORED, Example, WrittenText, batch
-from xtok.tune.training import BATCH, fit, planned
-from xtok.tune.work import (
-    SETTINGS,
-    Settings,
-    card_of,
-    check,
-    fingerprint,
-    per_forward,
-    remove,
-    settings_of,
-    work_folder,
-    writing_arguments,
-)
-from xtok.tune.writing import write
+from xtok.tune.training import BATCH, check, fit, per_forward
+from xtok.tune.writing import prompts_for, write, write_for
 
 Kind = Literal["sequential", "medusa"]
 _DECAY = 0.8
 """The weight of a step's loss, relative to that of the step before it."""
 _RANKS = 5
 _RATE = 2e-3
+_WRITING = 0.4
+"""The share of the time in which the target writes texts."""
+_EPOCHS = 12
 _WINDOW = 512
 """How many positions sequential heads see at most; if all training texts are shorter, as many as the longest has."""
 
@@ -54,12 +47,12 @@ _WINDOW = 512
 class TrainedHeads:
     """The result of `train_heads`.
 
-    `file`: the file with the heads; a card lies beside it. `parameters`: how many they have. `texts`, `tokens`: how many
-    they were trained on. `accuracy`, (steps, 5): how often each step's most likely id, its second most likely, up to its fifth,
-    was right; without steps for which all texts were too short. `after`: tokens per forward pass of the target with the heads,
-    over all ways of picking; `ways`: for each of them. `right`, (steps,) for each key of `ways`: how often a step's most likely
-    id was right in texts that were picked in that way. All four are measured on held-out prompts. `epochs`: tokens per forward
-    pass after each epoch, on the prompts that decided when to stop.
+    `file`: the file with the heads. `parameters`: how many they have. `texts`, `tokens`: how many they were trained on.
+    `accuracy`, (steps, 5): how often each step's most likely id, its second most likely, up to its fifth, was right; without
+    steps for which all texts were too short. `after`: tokens per forward pass of the target with the heads, over all ways of
+    picking; `ways`: for each of them. `right`, (steps,) for each key of `ways`: how often a step's most likely id was right in
+    texts that were picked in that way. All four are measured on held-out prompts. `epochs`: tokens per forward pass in each
+    epoch, on the prompts that decided when to stop; the best was kept.
     """
 
     file: Path
@@ -89,9 +82,7 @@ def train_heads(
     sampled: float = 0.5,
     temperature: float | None = None,
 ) -> TrainedHeads:
-    """Train heads for a target, which stays frozen. `out`: the file for them, in safetensors. A card, whose name
-    is that of the file with ".md" at its end, says for each way of picking how often each step was right, and how many tokens
-    per forward pass the target has with the heads.
+    """Train heads for a target, which stays frozen. `out`: the file for them, in safetensors.
 
     Law: `XTokAssisted(target, HeadsDrafter(out))` gives what `XTokAssisted(target)` gives.
 
@@ -105,93 +96,94 @@ def train_heads(
     target's distributions, and to predict the target's last hidden states (EAGLE, Li et al. 2024, arXiv 2401.15077). It can
     guess the `vocabulary` ids that the target writes most. "medusa": one head for each of the `steps` ids after the next one.
 
-    If training was stopped, call this again with the same arguments to resume. Raises `InvalidInputError` for invalid settings,
-    for missing, too few or too long prompts, for an `out` or a card that exists, for an `out` that was started with other
-    settings, for a target whose output embedding heads can't share, and if accelerate is missing; `UnsupportedModelError` or
+    Each time that the heads are better than before, they are written to `out`, so that an interrupted training leaves its best
+    so far. Raises `InvalidInputError` for invalid settings, for missing, too few or too long prompts, for an `out` that
+    exists, and for a target whose output embedding heads can't share; `UnsupportedModelError` or
     `UnsupportedTokenizerError` for an unsupported target.
     """
-    settings = settings_of(locals())
     least = {} if size is None else {"size": HEAD_DIM}
-    check(settings, out, "accelerate", steps=1, vocabulary=64, starts=1, max_new_tokens=1, **least)
+    check(locals(), steps=1, vocabulary=64, starts=1, max_new_tokens=1, **least)
     if kind not in get_args(Kind):
         raise InvalidInputError(f"kind is {shown(kind)}; use one of {', '.join(map(repr, get_args(Kind)))}.")
-    if Path(out).is_dir():
-        raise InvalidInputError(f"{out} is a folder. Give the path of a file for the heads.")
     file = Path(out)
-    work, card = (file.with_name(f"{file.name}.{end}") for end in ("work", "md"))
-    for what, path in (("the heads", file), ("the card of the heads", card)):
-        if path.exists() and not (work / SETTINGS).exists():
-            raise InvalidInputError(f"{path} exists, where {what} would be written. Choose another path, or remove it.")
+    if file.is_dir():
+        raise InvalidInputError(f"{out} is a folder. Give the path of a file for the heads.")
+    if file.exists():
+        raise InvalidInputError(f"{file} exists, where the heads would be written. Choose another path, or remove it.")
     made = target_model(target)
-    pair, info = (made.model, made.vocabulary.tokenizer), described(made.model, made.vocabulary.view)
-    arguments = writing_arguments(settings)
-    check_prompts(pair, prompts, arguments)
-    work_folder(work, settings | {"target's weights": fingerprint(*pair)}, file)
-    now = work / "now.safetensors"
-    chosen = prompts_for(pair, prompts, starts, work / "apart")
-    rows = _examples(pair, write_for(pair, chosen, 3600 * hours * WRITING, work / "texts", **arguments))
-    info = replace(info, layers=(LAST,) if kind == "medusa" else _layers(made.model))
-    if not rows:
-        raise InvalidInputError("The target wrote no text of 2 tokens or more. Give other prompts, or more hours.")
-    if kind == "sequential":
-        info = replace(info, window=min(_WINDOW, max(len(row.input_ids) for row in rows)))
-    learner = _untrained(made.model, info, rows, steps, vocabulary, size)
-    loss = partial(loss_of, made.model, layers=info.layers, steps=steps)
-    plan = planned(learner, rows, loss, 3600 * hours * (1 - WRITING), work / "plan.json")
+    model, pair = made.model, (made.model, made.vocabulary.tokenizer)
+    info = described(model, made.vocabulary.view)
+    arguments: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampled": sampled}
+    arguments |= {} if temperature is None else {"temperature": temperature}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=file.parent) as folder:
+        now = Path(folder) / file.name
+        stopping, kept, learnt = prompts_for(pair, prompts, starts, arguments)
+        rows = _examples(pair, write_for(pair, learnt, [*stopping, *kept], 3600 * hours * _WRITING, **arguments))
+        if not rows:
+            raise InvalidInputError("The target wrote no text of 2 tokens or more. Give other prompts, or more hours.")
+        info = replace(info, layers=(LAST,))
+        if kind == "sequential":
+            info = replace(info, layers=_layers(model), window=min(_WINDOW, max(len(row.input_ids) for row in rows)))
+        heads = _untrained(model, info, rows, steps, vocabulary, size)
+        loss = partial(loss_of, model, layers=info.layers, steps=steps)
+        epochs, bf16 = planned(heads, rows, loss, 3600 * hours * (1 - _WRITING))
 
-    def measure() -> float:
-        save_heads(learner, info, now)
-        return per_forward(pair, [HeadsDrafter(now)], chosen.stopping, **arguments)[0]
+        def measured(prompts: Sequence[Any]) -> tuple[float, dict[str, float]]:
+            save_heads(heads, info, now)
+            return per_forward(pair, [HeadsDrafter(now)], prompts, **arguments)
 
-    found = fit(learner, rows, partial(loss, bf16=plan.bf16), measure, work / "training", epochs=plan.epochs, rate=_RATE)
-    save_heads(learner, info, now)
-    with stage("measuring what was gained"):
-        after, ways = per_forward(pair, [HeadsDrafter(now)], chosen.kept, **arguments)
-        held_out = write(pair, chosen.kept, work / "kept", shows=False, **arguments)
-        by_way = {way: _examples(pair, [text for text in held_out if text.way == way]) for way in ways}
-        measure_accuracy = partial(accuracies, made.model, learner, layers=info.layers, steps=steps)
-        right = {way: tuple(ranks[0] for ranks in measure_accuracy(rows)) for way, rows in by_way.items()}
-        accuracy = measure_accuracy([row for rows in by_way.values() for row in rows])
-    parameters, tokens = sum(part.numel() for part in learner.parameters()), sum(map(_count, rows))
-    result = TrainedHeads(file, parameters, len(rows), tokens, accuracy, after, ways, right, tuple(found))
-    save_heads(learner, replace(info, accuracy=accuracy), now)
-    (work / "card.md").write_text(_card(settings, result), encoding="utf-8")
-    os.replace(work / "card.md", card)
-    os.replace(now, file)
-    remove(work)
-    return result
+        def measure() -> float:
+            return measured(stopping)[0]
 
-
-def _card(settings: Settings, made: TrainedHeads) -> str:
-    lead = (
-        f"Heads of {made.parameters / 1e6:.1f} M parameters, trained by xtok to guess what `{settings['target']}` writes next, "
-        f"on {made.texts:,} texts that it wrote, of {made.tokens:,} tokens in all. Use them in Python with "
-        f"`HeadsDrafter({made.file.name!r})`. A step's figure is how often its most likely token was right, given the right "
-        "tokens before it. Penalties and sampling noise, which real guesses take into account, are left out there."
-    )
-    steps = [f"step {step}" for step in range(1, settings["steps"] + 1)]
-    shares = {way: [f"{share:.0%}" for share in found] for way, found in made.right.items()}
-    ways = [[way, f"{value:.2f}", *shares[way], *["–"] * (len(steps) - len(shares[way]))] for way, value in made.ways.items()]
-    table = [["picked", "tokens per forward of the target", *steps], *ways]
-    about = {"base_model": settings["target"], "library_name": "xtok"}
-    return card_of(settings, "Heads", lead, table, "after each epoch", made.epochs, **about)
+        loss = partial(loss, bf16=bf16)
+        found = fit(heads, rows, loss, measure, lambda _: os.replace(now, file), epochs=epochs, rate=_RATE)
+        with stage("measuring what was gained"):
+            after, ways = measured(kept)
+            held_out = write(pair, kept, shows=False, **arguments)
+            by_way = {way: _examples(pair, [text for text in held_out if text.way == way]) for way in ways}
+            measure_accuracy = partial(accuracies, model, heads, layers=info.layers, steps=steps)
+            right = {way: tuple(ranks[0] for ranks in measure_accuracy(some)) for way, some in by_way.items()}
+            accuracy = measure_accuracy([row for some in by_way.values() for row in some])
+        save_heads(heads, replace(info, accuracy=accuracy), now)
+        os.replace(now, file)
+    parameters = sum(part.numel() for part in heads.parameters())
+    tokens = sum(int((row.labels != IGNORED).sum()) for row in rows)
+    return TrainedHeads(file, parameters, len(rows), tokens, accuracy, after, ways, right, tuple(found))
 
 
-def _count(row: Example) -> int:
-    """How many tokens of a text are trained on."""
-    return int((row.labels != IGNORED).sum())
+def planned(heads: Any, rows: Sequence[Example], loss: Callable[..., Tensor], seconds: float) -> tuple[int, bool]:
+    """How many epochs fit into `seconds`, and whether steps are faster in bfloat16. `loss`: of heads and a batch, with a
+    keyword `bf16`.
+    """
+    inputs = batch(rows[:BATCH], next(heads.parameters()).device)
+
+    def seconds_per_step(bf16: bool) -> float:
+        copy, spans = deepcopy(heads), []
+        optimizer = torch.optim.AdamW(copy.parameters())
+        for _ in range(3):
+            with timed() as span, torch.enable_grad():
+                loss(copy, inputs, bf16=bf16).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+            spans.append(span.seconds)
+        return min(spans)
+
+    with stage("timing a few steps of training"):
+        took, bf16 = min((seconds_per_step(bf16), bf16) for bf16 in (False, True))
+    return max(1, min(_EPOCHS, int(seconds / (took * len(rows) / BATCH)))), bf16
 
 
 def _examples(target: tuple[Any, Any], texts: Sequence[WrittenText]) -> list[Example]:
     """The target's texts as training examples, in its own ids, without those of one id, which teach nothing."""
-    return [_example(prompt_ids(target[1], one.start), one) for one in texts if len(one.ids) > 1]
-
-
-def _example(before: Sequence[int], one: WrittenText) -> Example:
-    ids = torch.tensor([*before, *one.ids], dtype=torch.int64, device="cpu")
-    labels = torch.tensor([*[IGNORED] * len(before), *one.ids], dtype=torch.int64, device="cpu")
-    padded = (torch.cat([part.new_zeros((len(before), part.shape[1])), part]) for part in (one.likeliest, one.probabilities))
-    return Example(ids, labels, *padded)
+    rows = []
+    for one in texts:
+        if len(one.ids) < 2:
+            continue
+        before = prompt_ids(target[1], one.start)
+        ids = torch.tensor([*before, *one.ids], dtype=torch.int64, device="cpu")
+        labels = torch.tensor([*[IGNORED] * len(before), *one.ids], dtype=torch.int64, device="cpu")
+        rows.append(Example(ids, labels, *(pad(part, (0, 0, len(before), 0)) for part in (one.likeliest, one.probabilities))))
+    return rows
 
 
 def _layers(model: PreTrainedModel) -> tuple[int, ...]:
@@ -215,9 +207,9 @@ def _untrained(
         torch.default_generator.manual_seed(0)
         made: Any = SequentialHeads(config, len(info.layers), model.get_input_embeddings(), output_embeddings(model), ids)
     made.to(device_of(model), torch.float32)
-    inputs = batch(rows[:BATCH])
+    inputs = batch(rows[:BATCH], device_of(model))
     hidden = _hidden(model, inputs, info.layers)
-    sizes = hidden.square().mean(dim=-1).sqrt()[inputs["attention_mask"].to(hidden.device) == 1]  # (ids, layers)
+    sizes = hidden.square().mean(dim=-1).sqrt()[inputs["attention_mask"] == 1]  # (ids, layers)
     made.scales.copy_(1 / sizes.median(dim=0).values)  # a few ids, as the first, have a hundred times the others' size
     return made  # type: ignore[no-any-return]
 
@@ -225,7 +217,7 @@ def _untrained(
 @torch.no_grad()
 def _hidden(target: Any, inputs: dict[str, Tensor], layers: Sequence[int]) -> Tensor:
     """The target's hidden states of a batch, (rows, ids, layers, hidden size), float32."""
-    ids, mask = (inputs[name].to(device_of(target)) for name in ("input_ids", "attention_mask"))
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
     output = target.base_model(input_ids=ids, attention_mask=mask, output_hidden_states=True, use_cache=False)
     return stacked(output, layers).float()
 
@@ -291,7 +283,6 @@ def loss_of(
     states that they predict from the target's, relative to the size of those.
     """
     device, losses = device_of(target), list[Tensor]()
-    inputs = {name: part.to(device) for name, part in inputs.items()}
     own = _own_ids(heads, target).to(device)
     with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
         for step, (logits, places, found, wanted) in enumerate(_guesses(target, heads, inputs, layers, steps)):
@@ -310,10 +301,11 @@ def loss_of(
 def _own_ids(heads: Any, target: Any) -> Tensor:
     """For each of the target's ids, its index among the ids that heads guess, (vocabulary,), int64; -1 if they don't."""
     size = vocabulary_size(target)
-    if not isinstance(heads, SequentialHeads):
-        return torch.arange(size, dtype=torch.int64, device="cpu")
-    found = torch.full((size,), -1, dtype=torch.int64, device="cpu")
-    found[heads.ids] = torch.arange(len(heads.ids), dtype=torch.int64, device="cpu")
+    every = torch.arange(size, dtype=torch.int64, device="cpu")
+    if isinstance(heads, MedusaHeads):
+        return every
+    found = torch.full_like(every, -1)
+    found[heads.ids] = every[: len(heads.ids)]
     return found
 
 
@@ -327,7 +319,7 @@ def accuracies(
     right, seen = (torch.zeros(steps, size, dtype=torch.float32, device="cpu") for size in (_RANKS, 1))
     own = _own_ids(heads, target)
     for at in range(0, len(rows), BATCH):
-        inputs = {name: part.to(device_of(target)) for name, part in batch(rows[at : at + BATCH]).items()}
+        inputs = batch(rows[at : at + BATCH], device_of(target))
         for step, (logits, places, _, _) in enumerate(_guesses(target, heads, inputs, layers, steps)):
             came = own[inputs["labels"][:, 2 + step :][places].cpu()]
             ranks = min(_RANKS, logits.shape[1])

@@ -1,38 +1,55 @@
-"""Lets the target write the texts that its draft or its heads are trained on."""
+"""Lets the target write the texts to train on: continuations of prompts, or answers to questions, also its own."""
 
-import json
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import ceil
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from xtok.align.tokenbytes import TokenBytes, token_bytes
+from xtok.align.tokenbytes import token_bytes
 from xtok.assisted import XTokAssisted
+from xtok.decoding.arguments import listed_texts
 from xtok.errors import InvalidInputError
 from xtok.models.cache import context_window, device_of, end_ids
 from xtok.models.packed import running
 from xtok.models.prompts import Chat, prompt_ids
-from xtok.results.progress import bar
+from xtok.models.timing import timed
+from xtok.results.progress import advanced, bar
 from xtok.tune.examples import WrittenText
 
-_BATCH = 32
 PENALTY = 1.2
 """The repetition penalty under which every other greedy text is written."""
-_FEW = 32
+_BATCH = 32
+_TOP = 32
 """How many of the most likely ids are kept of each of the target's distributions."""
-_KEPT = ("ids", "likeliest", "probabilities")
 _PLAIN = {"return_dict_in_generate": False, "max_time": None}
 """What a target's generation config may set otherwise."""
+_HELD_OUT = 24
+"""How many prompts decide when to stop training heads, and how many others measure the gain."""
+_LEAST_QUESTIONS = 8
+"""How many different questions the target has to write for these, at least."""
+_QUESTION = 64
+"""How many tokens a question that the target writes may have."""
+
+
+def split(prompts: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """Three disjoint lists of prompts: those that decide when to stop, those that measure the gain, and those to train on.
+
+    Raises `InvalidInputError` for fewer than three different prompts.
+    """
+    different = [prompt for prompt in dict.fromkeys(listed_texts("prompts", prompts)) if prompt.strip()]
+    if len(different) < 3:
+        raise InvalidInputError(f"There are only {len(different)} different prompts. Give at least 3, better hundreds.")
+    step = min(10, max(3, len(different) // 2))
+    kinds: tuple[list[str], list[str], list[str]] = ([], [], [])
+    for i, prompt in enumerate(different):
+        kinds[min(i % step, 2)].append(prompt)
+    return kinds
 
 
 def beginnings(prompts: Sequence[str], count: int) -> list[str]:
@@ -82,112 +99,81 @@ def check_written(target: tuple[Any, Any], starts: Sequence[str | Chat], argumen
 def write(
     target: tuple[Any, Any],
     starts: Sequence[str | Chat],
-    into: Path,
     *,
     sampled: float,
     seed: int = 0,
     shows: bool = True,
     **arguments: Any,
 ) -> list[WrittenText]:
-    """The target's continuation of each start. Each batch is saved in a file of its own in the folder `into`.
+    """The target's continuation of each start, each picked in its own `way`; those of one way follow one another.
 
-    Law: the texts depend on the target, the starts, `sampled`, `seed`, `arguments` and torch's version alone, however often
-    writing was stopped in between. Each is picked in its own `way`. `target`: a model and its tokenizer. `arguments`: those of
-    transformers' `generate`.
+    `target`: a model and its tokenizer. `shows`: whether to show progress. `arguments`: those of transformers' `generate`.
     """
-    into.mkdir(parents=True, exist_ok=True)
-    view, ends = token_bytes(target[1]), {target[1].eos_token_id, *end_ids(target[0])} - {None}
-    texts: list[WrittenText] = []
-    batches = _batches(starts, sampled)
-    for index, (picked, batch) in enumerate(bar(batches, "the target writes") if shows else batches):
-        file = into / f"{index:05}.safetensors"
-        if (rows := _written_before(file)) is None:
-            tensors = _continued(target, batch, seed + index, **picked, **arguments)
-            save(file, lambda half, tensors=tensors: save_file(tensors, half))  # type: ignore[misc]
-            rows = load_file(file)
-        how, kept = name_of_way(picked), (rows[name] for name in _KEPT)
-        texts += [_written(start, how, view, ends, *row) for start, *row in zip(batch, *kept, strict=True)]
+    ways = [way(index, sampled, start) for index, start in enumerate(starts)]
+    batches = list[tuple[dict[str, Any], list[str | Chat]]]()
+    for kind in [kind for i, kind in enumerate(ways) if kind not in ways[:i]]:
+        alike = [start for start, own in zip(starts, ways, strict=True) if own == kind]
+        batches += [(kind, alike[at : at + _BATCH]) for at in range(0, len(alike), _BATCH)]
+    texts = list[WrittenText]()
+    for index, (kind, some) in enumerate(bar(batches, "the target writes") if shows else batches):
+        texts += _continued(target, some, kind, seed + index, arguments)
     return texts
 
 
-def _batches(starts: Sequence[str | Chat], sampled: float) -> list[tuple[dict[str, Any], list[str | Chat]]]:
-    """Batches of starts, each with the way in which all of its texts are picked."""
-    ways = [way(index, sampled, start) for index, start in enumerate(starts)]
-    kinds = [kind for i, kind in enumerate(ways) if kind not in ways[:i]]
-    alike = [(kind, [start for start, own in zip(starts, ways, strict=True) if own == kind]) for kind in kinds]
-    return [(kind, some[at : at + _BATCH]) for kind, some in alike for at in range(0, len(some), _BATCH)]
-
-
-def _written_before(file: Path) -> dict[str, Tensor] | None:
-    """The tensors of a file; None if there is none, or it is damaged, for example since the disk was full."""
-    try:
-        return load_file(file)
-    except (OSError, SafetensorError):
-        return None
-
-
-def saved(file: Path) -> Any:
-    """What a file holds as JSON; None if there is none, or it is damaged."""
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-
-
-def save(file: Path, write: Callable[[Path], object]) -> None:
-    """Write a file completely or not at all. `write`: writes to the path that it is given. Raises `OSError` if it can't."""
-    half = file.with_suffix(".half")
-    try:
-        write(half)
-    except SafetensorError as error:  # how safetensors reports a full disk
-        raise OSError(f"{half} can't be written: {error}") from error
-    os.replace(half, file)
-
-
-def _continued(target: tuple[Any, Any], starts: Sequence[str | Chat], seed: int, **arguments: Any) -> dict[str, Tensor]:
-    """The continuations of one batch, by transformers' own `generate`, and the distributions that they were picked from.
-
-    Returns `ids`: (rows, new), int64; `likeliest`, int32, and `probabilities`, float16, (rows, new, few): the few likeliest ids
-    of each distribution and their probabilities. It is the target's own at temperature 1, or after a repetition penalty.
+def _continued(
+    target: tuple[Any, Any], starts: Sequence[str | Chat], kind: dict[str, Any], seed: int, arguments: dict[str, Any]
+) -> list[WrittenText]:
+    """The continuations of one batch, by transformers' own `generate`, and the distributions that they were picked from: the
+    target's own at temperature 1, or after a repetition penalty. Each ends before its first end id.
     """
     model, tokenizer = target
     ids = [torch.tensor(prompt_ids(tokenizer, start), dtype=torch.int64, device="cpu") for start in starts]
     padded = pad_sequence(ids, batch_first=True, padding_side="left").to(device_of(model))
     mask = pad_sequence([torch.ones_like(row) for row in ids], batch_first=True, padding_side="left").to(padded.device)
-    penalty, seen = arguments.pop("repetition_penalty", None), _Likeliest()
-    penalties = [] if penalty is None else [_Penalty(penalty, (mask == 0).sum(dim=1).tolist())]
+    seen = _Likeliest()
+    penalties = [_Penalty((mask == 0).sum(dim=1).tolist())] if "repetition_penalty" in kind else []
     with torch.random.fork_rng(), running(model):
         torch.manual_seed(seed)
-        processors = LogitsProcessorList([*penalties, seen])  # which come before temperature and top_k
-        sequences = model.generate(
-            padded, attention_mask=mask, pad_token_id=0, logits_processor=processors, tokenizer=tokenizer, **_PLAIN, **arguments
-        )
-    return {
-        "ids": sequences[:, padded.shape[1] :].cpu().contiguous(),
-        "likeliest": torch.stack(seen.ids, dim=1),
-        "probabilities": torch.stack(seen.probabilities, dim=1),
-    }
+        rows = model.generate(
+            padded,
+            attention_mask=mask,
+            pad_token_id=0,
+            logits_processor=LogitsProcessorList([*penalties, seen]),  # which come before temperature and top_k
+            tokenizer=tokenizer,
+            do_sample=kind["do_sample"],
+            **_PLAIN,
+            **arguments,
+        )[:, padded.shape[1] :].tolist()
+    view, ends = token_bytes(tokenizer), {tokenizer.eos_token_id, *end_ids(model)} - {None}
+    likeliest, probabilities = (torch.stack(parts, dim=1) for parts in (seen.ids, seen.probabilities))
+    texts = []
+    for i, (start, row) in enumerate(zip(starts, rows, strict=True)):
+        count = next((place for place, token in enumerate(row) if token in ends), len(row))
+        text = view.to_bytes(row[:count], before=b"a").decode(errors="ignore")  # without an unfinished character
+        known = likeliest[i, :count].clone(), probabilities[i, :count].clone()
+        texts.append(WrittenText(start, text, row[:count], *known, count < len(row), name_of_way(kind)))
+    return texts
 
 
 class _Likeliest(LogitsProcessor):
-    """Keeps the likeliest ids of each step and their probabilities, (rows, few) each. It changes nothing."""
+    """Keeps the likeliest ids of each step and their probabilities, (rows, top) each. It changes nothing."""
 
     def __init__(self) -> None:
         self.ids, self.probabilities = list[Tensor](), list[Tensor]()
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """`input_ids`: (rows, length). `scores`: (rows, vocabulary)."""
-        few = scores.float().softmax(dim=-1).topk(min(_FEW, scores.shape[-1]))
-        self.ids.append(few.indices.to(torch.int32).cpu())
-        self.probabilities.append(few.values.to(torch.float16).cpu())
+        top = scores.float().softmax(dim=-1).topk(min(_TOP, scores.shape[-1]))
+        self.ids.append(top.indices.cpu())
+        self.probabilities.append(top.values.cpu())
         return scores
 
 
 class _Penalty(LogitsProcessor):
-    """A repetition penalty for rows padded on the left, which doesn't count the padding as text."""
+    """The repetition penalty for rows padded on the left, which doesn't count the padding as text."""
 
-    def __init__(self, penalty: float, padding: Sequence[int]) -> None:
-        self._of_a_row = RepetitionPenaltyLogitsProcessor(penalty)
+    def __init__(self, padding: Sequence[int]) -> None:
+        self._of_a_row = RepetitionPenaltyLogitsProcessor(PENALTY)
         self._padding = padding
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -196,14 +182,96 @@ class _Penalty(LogitsProcessor):
         return torch.cat([self._of_a_row(input_ids[i : i + 1, size:], scores[i : i + 1]) for i, size in rows])
 
 
-def _written(
-    start: str | Chat, how: str, view: TokenBytes, ends: set[int], row: Tensor, likeliest: Tensor, probabilities: Tensor
-) -> WrittenText:
-    """A text from its ids, (new,), and distributions, (new, few) twice: up to its first end id, and without an unfinished
-    character. `how`: the name of the way in which it was picked.
+def asked(question: str) -> Chat:
+    """A chat that begins with a question."""
+    return [{"role": "user", "content": question}]
+
+
+def prompts_for(
+    target: tuple[Any, Any], given: Sequence[str] | None, starts: int, arguments: dict[str, Any]
+) -> tuple[list[Any], list[Any], list[Any] | None]:
+    """The prompts to train heads for a target with: those that decide when to stop, those that measure the gain, and those to
+    train on. If the target has a chat template, a chat for each text, otherwise `starts` beginnings of each.
+
+    `given`: texts; None for questions that the target writes itself, and then None are those to train on. `arguments`: those of
+    `write`. Raises `InvalidInputError` for fewer than three different texts, without any for a target that can't write
+    questions, and as `check_written`.
     """
-    ids: list[int] = row.tolist()
-    count = next((i for i, token in enumerate(ids) if token in ends), len(ids))
-    text = view.to_bytes(ids[:count], before=b"a").decode(errors="ignore")
-    ended = count < len(ids)
-    return WrittenText(start, text, ids[:count], likeliest[:count].long(), probabilities[:count].float(), ended, how)
+    chats = getattr(target[1], "chat_template", None) is not None
+    if given is not None:
+        kinds = split(given)
+        check_written(target, [asked(one) if chats else one for kind in kinds for one in kind], arguments)
+        stopping, kept, learnt = ([*map(asked, kind)] if chats else beginnings(kind, starts) for kind in kinds)
+        stopping, kept = stopping[:_HELD_OUT], kept[:_HELD_OUT]
+        return stopping, kept, [one for one in learnt if one not in stopping and one not in kept]
+    if not chats:
+        raise InvalidInputError(
+            "The target can't write questions, since it has no chat template. Give prompts: beginnings of texts like those "
+            "that it will write."
+        )
+    check_written(target, [asked("a")], arguments, _QUESTION)
+    if not _before_question(target[1]):
+        raise InvalidInputError(
+            "The target can't write questions, since its chat template begins with the user's message. Give prompts."
+        )
+    own = [asked(question) for question in _questions(target, 2 * _HELD_OUT, -1)]
+    if len(own) < _LEAST_QUESTIONS:
+        raise InvalidInputError(f"The target wrote only {len(own)} different questions. Give prompts.")
+    return own[::2], own[1::2], None
+
+
+def write_for(
+    target: tuple[Any, Any],
+    learnt: Sequence[Any] | None,
+    apart: Sequence[Any],
+    seconds: float,
+    *,
+    sampled: float,
+    **arguments: Any,
+) -> list[WrittenText]:
+    """The texts that the target writes in about `seconds` after the prompts `learnt`; if they are None, after questions that it
+    writes itself and that aren't among those held `apart`.
+
+    Each prompt is answered both greedily and sampled, or in one of these ways if the share `sampled` is 0 or 1. After all given
+    prompts, they are sampled again; greedy answers would be the same. `arguments`: those of transformers' `generate`.
+    """
+    texts, spent, number = list[WrittenText](), 0.0, 0
+    with advanced("the target writes", ceil(seconds)) as advance:
+        while spent < seconds:
+            first = number * _BATCH
+            again = learnt is not None and first >= len(learnt)
+            if again and not sampled:
+                break
+            share = 1.0 if again else sampled
+            with timed() as span:
+                if learnt is None:
+                    starts = [one for one in map(asked, _questions(target, _BATCH, number)) if one not in apart]
+                else:
+                    starts = [learnt[i % len(learnt)] for i in range(first, first + min(_BATCH, len(learnt)))]
+                starts = [one for one in starts for _ in range(2 if 0 < share < 1 else 1)]
+                texts += write(target, starts, sampled=share, seed=number << 16, shows=False, **arguments)
+            advance(round(span.seconds))
+            number, spent = number + 1, spent + span.seconds
+    return texts
+
+
+def _before_question(tokenizer: Any) -> list[int]:
+    """The ids that the chat template puts before a user's message."""
+    before = str(tokenizer.apply_chat_template(asked("\0"), tokenize=False)).partition("\0")[0]
+    return list(tokenizer(before, add_special_tokens=False).input_ids)
+
+
+@torch.inference_mode()
+def _questions(target: tuple[Any, Any], size: int, number: int) -> list[str]:
+    """About `size` different questions that a chat model writes where its template puts a user's message (Xu et al. 2024, arXiv
+    2406.08464).
+    """
+    model, tokenizer = target
+    start = torch.tensor([_before_question(tokenizer)], dtype=torch.int64, device=device_of(model)).repeat(size, 1)
+    with torch.random.fork_rng(), running(model):
+        torch.manual_seed((number << 16) - 1)
+        rows = model.generate(
+            start, attention_mask=torch.ones_like(start), pad_token_id=0, do_sample=True, max_new_tokens=_QUESTION
+        )
+    texts = tokenizer.batch_decode(rows[:, start.shape[1] :], skip_special_tokens=True)
+    return list(dict.fromkeys(text.strip() for text in texts if text.strip()))
