@@ -1,7 +1,7 @@
 """The page of `xtok serve`, in a real browser: what is seen, by pointer and keyboard, in light and dark, wide and narrow.
 
-Debian's Chromium, driven by Selenium; `make test-page` installs it. With XTOK_SCREENSHOTS set to a folder, the picture of the
-documents is written there.
+Debian's Chromium, driven by Selenium; `make test-page` installs it. With XTOK_SCREENSHOTS set to a folder, the pictures of the
+documents are written there.
 """
 
 import json
@@ -23,7 +23,7 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
-from test_serve import CHAT_TOKENS, Server, serving
+from servers import CHAT_TOKENS, Server, serving
 from worlds import deep, fitting
 
 from xtok import Budget, Generation, XTokAssisted
@@ -43,8 +43,7 @@ PATIENCE = 120
 WIDE, NARROW = 1100, 400
 LENGTH, LONG = 48, 400
 SCREENSHOTS = os.environ.get("XTOK_SCREENSHOTS")
-UNKNOWN = "Whether the texts are identical is unknown, because one of them is incomplete."
-YES = {"en": "Identical: the same tokens as from the target alone.", "ja": "完全一致: "}
+DRAFTS = ["draft", "prompt lookup", "token recycling"]
 
 
 class Browser:
@@ -75,6 +74,9 @@ class Browser:
     def until(self, true: Callable[[], T]) -> T:
         return WebDriverWait(self.driver, PATIENCE, poll_frequency=0.05).until(lambda _: true())
 
+    def until_status(self, status: str) -> None:
+        self.until(lambda: self.text("#status").startswith(status))
+
     def all(self, selector: str) -> list[Any]:
         return self.driver.find_elements(By.CSS_SELECTOR, selector)
 
@@ -88,15 +90,15 @@ class Browser:
         """The text as it is, spaces and all."""
         return str(self.one(selector).get_property("textContent"))
 
+    def run(self, script: str, *given: Any) -> Any:
+        return self.driver.execute_script(script, *given)
+
     def fill(self, name: str, value: Any) -> None:
-        field = self.option(f"[name={name}]")
+        """A field, which may be folded under "Advanced"."""
+        self.run("document.getElementById('advanced').open = true")
+        field = self.one(f"[name={name}]")
         field.clear()
         field.send_keys(str(value))
-
-    def option(self, selector: str) -> Any:
-        """What may be folded under "Advanced", which is unfolded for it."""
-        self.driver.execute_script("document.getElementById('advanced').open = true")
-        return self.one(selector)
 
     def point_at(self, element: Any) -> None:
         ActionChains(self.driver).move_to_element(element).perform()
@@ -108,11 +110,16 @@ class Browser:
         return self.driver.switch_to.active_element
 
     def write(self, **fields: Any) -> None:
-        """Ask for a text and the target's own, and wait until they are there."""
+        """Ask for a text, and wait until it is there."""
         for name, value in {"tokens": LENGTH, **fields}.items():
             self.fill(name, value)
-        self.one("#compare").click()
-        self.until(lambda: self.text("#verdict") and self.one("#compare").is_enabled())
+        self.one("#generate").click()
+        self.until(lambda: self.one("#generate").is_enabled() and self.all(".one"))
+
+    def opens(self, file: Path) -> None:
+        """Open a trace, and wait until its text is there."""
+        self.one("#file").send_keys(str(file))
+        self.until(lambda: self.text("#status") == file.name and self.all(".one"))
 
     def errors(self) -> list[str]:
         """What the console complained of."""
@@ -121,8 +128,8 @@ class Browser:
     def picture(self, name: str) -> None:
         """A picture of the whole page, if pictures are wanted."""
         if SCREENSHOTS:
-            size = self.driver.execute_script("return [innerWidth, document.documentElement.scrollHeight]")
-            dark = self.driver.execute_script("return matchMedia('(prefers-color-scheme: dark)').matches")
+            size = self.run("return [innerWidth, document.documentElement.scrollHeight]")
+            dark = self.run("return matchMedia('(prefers-color-scheme: dark)').matches")
             self.look(size[0], height=size[1], dark=dark)
             self.driver.save_screenshot(str(Path(SCREENSHOTS) / name))
 
@@ -164,84 +171,86 @@ def truth(**more: Any) -> Generation:
     return XTokAssisted(TARGET).generate(prompts()[1], **arguments)
 
 
-# what is written
-
-
-def test_the_text_streams_in_beside_the_targets_own_and_the_two_are_said_to_be_identical(page: Browser) -> None:
-    page.write()
-    expected = truth()
-    assert page.content(".run.drafted .text") == page.content(".run.alone .text") == expected.text
-    assert page.text("#verdict") == f"{YES['en']} No near-ties: model.generate very likely gives this text, too."
-    assert "right" in page.one("#verdict").get_attribute("class")
-    drafted, alone = (len(page.all(f".run.{kind} .one")) for kind in ("drafted", "alone"))
-    assert alone == expected.stats.target_forwards > 1.5 * drafted
-    assert f"{LENGTH} tokens · {drafted} forward passes" in page.text(".run.drafted .clock")
-    assert not page.one("#stop").is_displayed()
-
-
-def test_tokens_have_the_tint_of_who_guessed_them_and_the_legend_says_whose(page: Browser) -> None:
-    page.write()
-    legend = {one.text: one.value_of_css_property("background-color") for one in page.all("#legend .tint")}
-    assert legend == {name: rgba(tint) for name, tint in tints(["draft", "prompt lookup", "token recycling"]).items()}
-    tinted = page.all(".run.drafted .token.tint")
-    assert {one.get_attribute("data-draft") for one in tinted} <= set(legend)
-    assert tinted and all(
-        one.value_of_css_property("background-color") == legend[one.get_attribute("data-draft")] for one in tinted
-    )
-    assert not page.all(".run.alone .token.tint")
-
-
 def rgba(colour: str) -> str:
     return "rgba({}, {}, {}, 1)".format(*bytes.fromhex(colour[1:]))
 
 
-@pytest.mark.deep
-def test_a_kind_of_draft_has_its_colour_whatever_else_guesses(page: Browser) -> None:
-    assert tints(["heads", "prompt lookup (2)"])["prompt lookup (2)"] == tints(["prompt lookup"])["prompt lookup"]
-    page.option("#drafts")
-    page.all("[name=draft]")[0].click()
+def test_a_text_streams_in_and_its_headline_colours_and_figures_follow(page: Browser, tmp_path: Path) -> None:
+    page.driver.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)})
+    page.fill("tokens", LENGTH)
+    page.run("window.seen = []; new MutationObserver(() => seen.push(document.querySelectorAll('.one').length))"
+             ".observe(document.getElementById('view'), {childList: true, subtree: true})")  # fmt: skip
     page.write()
-    names = ["prompt lookup", "token recycling"]
-    shown = {one.text: one.value_of_css_property("background-color") for one in page.all("#legend .tint, #figures .tint")}
-    assert shown == {name: rgba(tints(names)[name]) for name in names}
-    used = {one.value_of_css_property("fill") for one in page.all(".bar rect")} - {"rgb(180, 188, 198)"}
-    assert used <= {rgba(tint).replace("rgba", "rgb").replace(", 1)", ")") for tint in tints(names).values()}
+    expected = truth()
+    assert page.content(".text") == expected.text
+    assert page.run("return seen.filter((rounds) => !rounds).length") > 3, "pieces, before the whole"
+    forwards = len(page.all(".one"))
+    cards = [card.text.replace("\n", " ") for card in page.all("#headline .card")]
+    assert cards[0] == f"{LENGTH / forwards:.2f} × fewer forward passes"
+    assert float(cards[1].removesuffix(" tokens per second")) > 0
+    assert f"{LENGTH} tokens · {forwards} forward passes" in page.text(".clock")
+    legend = {one.text: one.value_of_css_property("background-color") for one in page.all("#legend .tint")}
+    assert legend == {name: rgba(tint) for name, tint in tints(DRAFTS).items()}
+    tinted = page.all(".token.tint")
+    assert tinted
+    for one in tinted:
+        assert one.value_of_css_property("background-color") == legend[one.get_attribute("data-draft")]
+    row = [cell.text for cell in page.all("#figures figure:first-child tbody th, #figures figure:first-child tbody td")]
+    assert row[:3] == [str(forwards), str(LENGTH - forwards), f"{LENGTH / forwards:.2f}"]
+    assert len(page.all("#figures figure:nth-child(2) .bar")) == forwards
+    assert [one.text for one in page.all("#figures figure:last-child tbody th")] == DRAFTS
+    page.one("#save").click()
+    page.until(lambda: (tmp_path / "trace.json").exists() and (tmp_path / "trace.json").stat().st_size)
+    saved = json.loads((tmp_path / "trace.json").read_text())
+    assert (saved["token_ids"], saved["drafts"]) == (expected.token_ids, DRAFTS)
 
 
 @pytest.mark.deep
-def test_sampled_texts_are_identical_too_and_the_seed_decides(page: Browser) -> None:
-    page.option("[value=sampled]").click()
+def test_the_seed_decides_sampled_texts(page: Browser) -> None:
+    page.run("document.getElementById('advanced').open = true")
+    page.one("[value=sampled]").click()
     page.write(seed=7, temperature=1.0)
-    first = page.content(".run.drafted .text")
-    assert page.text("#verdict").startswith(YES["en"])
-    assert first == truth(do_sample=True, temperature=1.0, seed=7).text
-    page.write(seed=8)
-    assert page.text("#verdict").startswith(YES["en"])
-    assert page.content(".run.drafted .text") != first
+    assert page.content(".text") == truth(do_sample=True, temperature=1.0, seed=7).text
 
 
-@pytest.mark.deep
-def test_drafts_take_part_as_they_are_chosen(page: Browser) -> None:
-    boxes = page.all("[name=draft]")
-    assert [box.get_attribute("value") for box in boxes] == ["draft", "prompt lookup", "token recycling"]
-    page.option("#drafts")
-    boxes[0].click()
-    page.write()
-    assert page.text("#verdict").startswith(YES["en"])
-    assert {one.get_attribute("data-draft") for one in page.all(".token.tint")} <= {"prompt lookup", "token recycling"}
-    boxes[1].click()
-    boxes[2].click()
-    page.fill("tokens", 8)
-    page.one("#generate").click()
-    page.until(lambda: page.text("#status") == "Done.")
-    assert len(page.all(".run")) == 1
-    assert len(page.all(".run .one")) == 8
-    assert not page.all(".token.tint")
-
-
-def test_an_example_is_put_where_the_prompt_is(page: Browser) -> None:
+def test_a_stopped_text_stays_as_far_as_it_came(page: Browser, shipped: Server) -> None:
     page.all("#examples button")[2].click()
     assert page.one("#prompt").get_property("value") == prompts()[3]
+    page.fill("tokens", LONG)
+    page.one("#generate").click()
+    page.until(lambda: len(page.content(".text")) > 3)
+    page.one("#stop").click()
+    page.until_status("Stopped.")
+    assert len(page.content(".text")) > 3
+    assert not page.one("#headline").is_displayed()
+    shipped.until_idle()
+    assert shipped.engine.stats.tokens < LONG
+
+
+def test_rounds_are_shown_by_pointer_and_keyboard(page: Browser) -> None:
+    page.one("#prompt").click()
+    page.fill("tokens", LENGTH)
+    page.press(Keys.ENTER)  # within a field, that is to generate
+    page.until_status("Done.")
+    rounds = page.all(".one")
+    right = next(one for one in rounds[2:] if one.find_elements(By.CSS_SELECTOR, ".tint"))
+    page.point_at(right)
+    assert page.text("#round h2") == f"Round {rounds.index(right) + 1} of {len(rounds)}"
+    tinted = "".join(one.text for one in right.find_elements(By.CSS_SELECTOR, ".tint"))
+    shown = "".join(one.text.rstrip("0123456789%") for one in page.all("#tree .guess.tint"))
+    assert shown.replace("␣", " ").replace("↵", "\n").strip() == tinted.strip()
+    counts = [int(word) for word in page.text("#counts").replace(",", "").split() if word.isdigit()]
+    assert counts[:2] == [len(page.all("#tree .guess")), len(page.all("#tree .guess.tint"))]
+    assert {one.value_of_css_property("outline-style") for one in page.all("#tree .guess.wrong")} <= {"dashed"}
+    page.one("#prompt").click()
+    for _ in range(40):
+        if page.focused().get_attribute("class").startswith("one"):
+            break
+        page.press(Keys.TAB)
+    page.press(Keys.HOME, Keys.ARROW_RIGHT)
+    first = int(page.text("#round h2").split()[1])
+    page.press(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ARROW_LEFT)
+    assert page.text("#round h2").startswith(f"Round {first + 1} of")
 
 
 MARKUP = "<img src=x onerror='document.title = 1'><b>太字</b>"
@@ -249,174 +258,42 @@ MARKUP = "<img src=x onerror='document.title = 1'><b>太字</b>"
 
 def test_a_text_is_no_markup(page: Browser, tmp_path: Path) -> None:
     """Nor is a guess, or the name of a draft."""
-    generation = XTokAssisted(TARGET, DRAFT, budget=Budget(2, 2, schedule="constant")).generate(prompts()[0], max_new_tokens=8)
-    trace = generation.to_dict()
+    trace = XTokAssisted(TARGET, DRAFT, budget=Budget(2, 2, schedule="constant")).generate(prompts()[0], max_new_tokens=8)
+    trace = trace.to_dict()
     trace["drafts"] = [MARKUP for _ in trace["drafts"]]
     for one in [*trace["tokens"], *(guess for each in trace["rounds"] for guess in each["guessed"])]:
         one.update(text=MARKUP, draft=MARKUP)
     (tmp_path / "trace.json").write_text(json.dumps(trace))
-    page.one("#file").send_keys(str(tmp_path / "trace.json"))
+    page.opens(tmp_path / "trace.json")
     page.until(lambda: page.all("#tree .guess") or page.one("#next").click())
-    assert MARKUP in page.content(".text")
     assert MARKUP.replace(" ", "␣") in page.content("#tree")
-    assert MARKUP in page.content("#legend")
-    assert MARKUP in page.content("#figures")
+    assert all(MARKUP in page.content(selector) for selector in (".text", "#legend", "#figures"))
     assert not page.all("main img, main b")
     assert page.driver.title == "xtok"
 
 
-def test_a_stopped_text_stays_as_far_as_it_came(page: Browser, shipped: Server) -> None:
-    page.fill("tokens", LONG)
-    page.one("#compare").click()
-    page.until(lambda: len(page.all(".run.drafted .one")) > 3)
-    assert page.text("#stop") == "Stop"
-    page.one("#stop").click()
-    page.until(lambda: page.text("#status") == "Stopped.")
-    assert page.text("#verdict") == UNKNOWN
-    page.until(lambda: shipped.service.race_queue.entered == 0)
-    page.write()
-    assert page.text("#verdict").startswith(YES["en"])
-
-
-# what happened in a round
-
-
-def test_pointing_at_a_token_shows_its_round_with_what_was_guessed_and_what_died(page: Browser) -> None:
-    page.write()
-    rounds = page.all(".run.drafted .one")
-    right = next(one for one in rounds[2:] if one.find_elements(By.CSS_SELECTOR, ".tint"))
-    page.point_at(right)
-    assert page.text("#round h2") == f"Round {rounds.index(right) + 1} of {len(rounds)} · With drafts"
-    tree = page.one("#tree")
-    tinted = "".join(one.text for one in right.find_elements(By.CSS_SELECTOR, ".tint"))
-    shown = "".join(one.text.rstrip("0123456789%") for one in tree.find_elements(By.CSS_SELECTOR, ".guess.tint"))
-    assert shown.replace("␣", " ").replace("↵", "\n").strip() == tinted.strip()
-    counts = [int(word) for word in page.text("#counts").replace(",", "").split() if word.isdigit()]
-    assert counts[0] == len(tree.find_elements(By.CSS_SELECTOR, ".guess"))
-    assert counts[1] == len(tree.find_elements(By.CSS_SELECTOR, ".guess.tint"))
-    for one in tree.find_elements(By.CSS_SELECTOR, ".guess.wrong"):
-        assert one.value_of_css_property("outline-style") == "dashed"
-
-
-def test_all_of_it_works_by_the_keyboard(page: Browser) -> None:
-    page.one("#prompt").click()
-    page.fill("tokens", 24)
-    page.press(Keys.ENTER)  # within a field, that is to generate
-    page.until(lambda: page.text("#status") == "Done.")
-    assert len(page.all(".run")) == 1
-    page.one("#prompt").click()
-    while page.focused().get_attribute("id") != "compare":
-        page.press(Keys.TAB)
-    page.press(Keys.SPACE)
-    page.until(lambda: page.text("#verdict").startswith(YES["en"]))
-    for _ in range(40):
-        if page.focused().get_attribute("class").startswith("one"):
-            break
-        page.press(Keys.TAB)
-    assert page.text("#round h2").startswith("Round 1 of")
-    page.press(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
-    assert page.text("#round h2").startswith("Round 3 of")
-    page.press(Keys.ARROW_LEFT)
-    assert page.text("#round h2").startswith("Round 2 of")
-    page.press(Keys.TAB)
-    assert page.focused().find_element(By.XPATH, "./ancestor::article").text.startswith("Target alone")
-
-
-def test_the_headline_says_what_was_saved_and_whether_it_pays(page: Browser) -> None:
-    page.write()
-    cards = [card.text.replace("\n", " ") for card in page.all("#headline .card")]
-    forwards, whole = (len(page.all(f".run.{kind} .one")) for kind in ("drafted", "alone"))
-    speed = float(page.all("#figures tbody tr:first-child td")[4].text.split()[0])
-    assert cards[0] == f"{whole / forwards:.2f} × fewer forward passes"
-    assert cards[1] == f"{speed:.2f} × {FAST[speed < 1]}"
-    assert cards[2] == "✓ identical"
-    assert page.text("#why")
-
-
-FAST = {False: "faster", True: "as fast: it doesn't pay here"}
-REASONS = {
-    "Nothing was guessed": {"proposed": 0},
-    "The drafts were rarely right: 1 of 60": {"proposed": 60, "accepted": 1, "target_forwards": 47},
-    "Guessing is too expensive": {"seconds_draft": 3.0},
-    "Checking guesses is expensive": {"seconds_target": 5.0},
-}
-
-
-@pytest.mark.parametrize("reason", REASONS)
-def test_why_it_does_not_pay_is_said(page: Browser, reason: str) -> None:
-    """By figures that are made up, so that no clock decides."""
-    alone = {"target_forwards": 48, "new_tokens": 48, "seconds_target": 4.0, "tokens_per_forward": 1}
-    drafted = {**alone, "target_forwards": 24, "proposed": 60, "accepted": 24, "seconds_target": 2.0, "seconds_draft": 0.1}
-    drafted |= {"seconds_align": 0.0, **REASONS[reason]}
-    text = page.driver.execute_async_script(HEADLINE, drafted, alone)
-    assert text.startswith("2.00" if drafted["target_forwards"] == 24 else "1.02")
-    assert "0.80 × as fast: it doesn't pay here" in text
-    assert reason in text
-
-
-HEADLINE = """
-const [drafted, alone, done] = arguments;
-const ended = (stats, seconds) => ({ end: { stats: { ...stats, tokens_per_forward: 48 / stats.target_forwards } }, seconds });
-import("/view/headline.js").then(({ headlineOf }) => {
-  done(headlineOf(ended(drafted, 5), ended(alone, 4), true).map((one) => one.textContent).join(" "));
-});
-"""
-
-
-def test_figures_are_those_of_the_text(page: Browser) -> None:
-    page.write()
-    rows = page.all("#figures figure:first-child tbody tr")
-    drafted, alone = ([cell.text for cell in row.find_elements(By.CSS_SELECTOR, "th, td")] for row in rows)
-    forwards, whole = (len(page.all(f".run.{kind} .one")) for kind in ("drafted", "alone"))
-    assert drafted[:4] == ["With drafts", str(forwards), str(LENGTH - forwards), f"{LENGTH / forwards:.2f}"]
-    assert alone[:4] == ["Target alone", str(whole), "0", "1.00"]
-    assert drafted[5].endswith(" ×")
-    assert len(page.all("#figures svg")) == 2
-    assert len(page.all("#figures figure:nth-child(2) .bar")) == forwards
-    guessed = {row.find_element(By.CSS_SELECTOR, "th").text: row for row in page.all("#figures figure:last-child tbody tr")}
-    assert set(guessed) == {"draft", "prompt lookup", "token recycling"}
-
-
-# traces
-
-
-def test_a_saved_trace_is_opened_and_stepped_through(page: Browser, tmp_path: Path) -> None:
-    generation = XTokAssisted(TARGET, DRAFT).generate(prompts()[1], max_new_tokens=32, do_sample=False)
-    generation.save_trace(tmp_path / "some.json")
-    page.one("#file").send_keys(str(tmp_path / "some.json"))
-    page.until(lambda: page.all(".run.trace .one"))
-    assert page.content(".run.trace .text") == generation.text
-    rounds = page.all(".run.trace .one")
-    assert len(rounds) == len(generation.rounds)
-    assert not page.all(".later")
-    page.one("#next").click()
-    assert page.text("#round h2") == f"Round 2 of {len(rounds)} · Trace"
-    assert sum("later" in one.get_attribute("class") for one in rounds) == len(rounds) - 2
-    page.one("#previous").click()
-    page.one("#position").send_keys(Keys.END)
-    assert page.text("#round h2") == f"Round {len(rounds)} of {len(rounds)} · Trace"
-    assert page.text("#verdict") == ""
-
-
 @pytest.mark.parametrize("notebook", [False, *deep(True)], ids=["file", "notebook"])
-def test_the_file_of_a_trace_shows_what_the_page_shows(page: Browser, tmp_path: Path, notebook: bool) -> None:
+def test_a_trace_is_stepped_through_and_its_file_shows_the_same(page: Browser, tmp_path: Path, notebook: bool) -> None:
     made = XTokAssisted(TARGET, DRAFT).generate(prompts()[1], max_new_tokens=32, do_sample=False)
     generation = replace(made, stats=replace(made.stats, near_ties=(NearTie(4, 0.0123), NearTie(9, 0.5))))
     generation.save_trace(tmp_path / "some.json")
-    page.one("#file").send_keys(str(tmp_path / "some.json"))
-    page.until(lambda: page.all(".run.trace .one"))
+    page.opens(tmp_path / "some.json")
     shown = page.one("#view").get_property("innerHTML")
-    assert page.text("#verdict").startswith("Near-ties: 2, the first at token 5 (margin 0.012)")
+    assert page.text("#ties").startswith("Near-ties: 2, the first at token 5 (margin 0.012)")
     (tmp_path / "some.html").write_text(generation._repr_html_() if notebook else generation.to_html(), encoding="utf-8")
     page.driver.get((tmp_path / "some.html").as_uri())
     if notebook:
         page.driver.switch_to.frame(page.one("iframe"))
     assert page.one("#view").get_property("innerHTML") == shown
-    assert page.content(".run.trace .text") == generation.text
+    assert page.content(".text") == generation.text
+    rounds = page.all(".one")
+    assert (len(rounds), page.all(".later")) == (len(generation.rounds), [])
     page.one("#next").click()
-    assert page.text("#round h2") == f"Round 2 of {len(generation.rounds)} · Trace"
-    page.point_at(page.all(".one")[3])
-    assert page.text("#round h2") == f"Round 4 of {len(generation.rounds)} · Trace"
+    assert page.text("#round h2") == f"Round 2 of {len(rounds)}"
+    assert sum("later" in one.get_attribute("class") for one in rounds) == len(rounds) - 2
+    page.one("#previous").click()
+    page.one("#position").send_keys(Keys.END)
+    assert page.text("#round h2") == f"Round {len(rounds)} of {len(rounds)}"
     if not notebook:
         page.picture("trace.png")
 
@@ -424,44 +301,29 @@ def test_the_file_of_a_trace_shows_what_the_page_shows(page: Browser, tmp_path: 
 HALF = '{"rounds": [{"committed": 1}], "tokens": [], "stats": {}, "drafts": []}'
 
 
-@pytest.mark.parametrize("broken", ["{}", "no json", '{"rounds": [], "tokens": []}', HALF])
-def test_what_is_no_trace_is_said_to_be_none(page: Browser, tmp_path: Path, broken: str) -> None:
-    (tmp_path / "broken.json").write_text(broken)
-    page.one("#file").send_keys(str(tmp_path / "broken.json"))
-    page.until(lambda: page.text("#status") == "This is not an xtok trace.")
-    assert not page.all(".run")
+def test_what_is_no_trace_is_said_to_be_none(page: Browser, tmp_path: Path) -> None:
+    for number, broken in enumerate(("{}", "no json", '{"rounds": [], "tokens": []}', HALF)):
+        file = tmp_path / f"{number}.json"
+        file.write_text(broken)
+        page.run("document.getElementById('status').textContent = ''")
+        page.one("#file").send_keys(str(file))
+        page.until_status("This is not an xtok trace.")
+        assert not page.all(".one")
 
 
-def test_a_trace_is_opened_while_nothing_is_served(english: Browser, tmp_path: Path) -> None:
-    """Nor are models needed for that."""
-    generation = truth()
-    generation.save_trace(tmp_path / "some.json")
+def test_without_models_a_trace_is_opened_and_what_is_wrong_is_said(english: Browser) -> None:
+    english.look()
     with Server(Service("none")) as empty:
         english.driver.get(f"{empty.url}/")
-        english.until(lambda: english.text("#status") == "The models are being loaded.")
-        english.one("#file").send_keys(str(tmp_path / "some.json"))
-        english.until(lambda: english.all(".run.trace .one"))
-        assert english.content(".run.trace .text") == generation.text
-    english.errors()
-
-
-def test_the_sample_is_opened_without_models(english: Browser) -> None:
-    with Server(Service("none")) as empty:
-        english.look()
-        english.driver.get(f"{empty.url}/")
+        english.until_status("The models are being loaded.")
         english.one("#sample").click()
-        english.until(lambda: english.all(".run.trace .one"))
+        english.until(lambda: english.all(".one"))
         assert english.text("#headline .card").endswith("×\nfewer forward passes")
-        assert english.all("#figures .tint")
+    with Server(Service("none", error=ValueError("no models"))) as one:
+        english.driver.get(f"{one.url}/")
+        english.until_status("The engine has ended. Start the server again.")
+    english.until_status("The server doesn't respond.")
     english.errors()
-
-
-def test_an_option_that_is_wrong_is_unfolded(page: Browser) -> None:
-    page.fill("tokens", 0)
-    page.driver.execute_script("document.getElementById('advanced').open = false")
-    page.one("#generate").click()
-    assert page.one("[name=tokens]").is_displayed()
-    assert not page.all(".run")
 
 
 @pytest.mark.deep
@@ -469,47 +331,24 @@ def test_a_trace_that_is_opened_while_a_text_is_written_stays(page: Browser, tmp
     generation = truth()
     generation.save_trace(tmp_path / "some.json")
     page.fill("tokens", LONG)
-    page.one("#compare").click()
-    page.until(lambda: len(page.all(".run.drafted .one")) > 2)
+    page.one("#generate").click()
+    page.until(lambda: len(page.content(".text")) > 2)
     for _ in range(2):  # the same one again, too
-        page.one("#file").send_keys(str(tmp_path / "some.json"))
-        page.until(lambda: page.all(".run.trace .one"))
-        page.until(lambda: page.one("#compare").is_enabled())
+        page.opens(tmp_path / "some.json")
+        page.until(lambda: page.one("#generate").is_enabled())
         assert page.text("#status") == "some.json"
-        assert page.content(".run.trace .text") == generation.text
-
-
-def test_a_server_that_is_broken_or_gone_is_said_to_be(english: Browser) -> None:
-    with Server(Service("none", error=ValueError("no models"))) as one:
-        english.driver.get(f"{one.url}/")
-        english.until(lambda: english.text("#status") == "The engine has ended. Start the server again.")
-    english.until(lambda: english.text("#status") == "The server doesn't respond.")
-    english.errors()
-
-
-def test_what_was_written_is_saved_as_a_trace(page: Browser, tmp_path: Path) -> None:
-    page.driver.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)})
-    page.write()
-    page.one("#save").click()
-    page.until(lambda: list(tmp_path.glob("trace*.json")))
-    page.until(lambda: (tmp_path / "trace.json").exists() and (tmp_path / "trace.json").stat().st_size)
-    saved = json.loads((tmp_path / "trace.json").read_text())
-    assert saved["token_ids"] == truth().token_ids
-    assert saved["drafts"] == ["draft", "prompt lookup", "token recycling"]
-
-
-# how it looks, and what goes wrong
+        assert page.content(".text") == generation.text
 
 
 @pytest.mark.parametrize(("width", "dark"), [(NARROW, True), *deep((NARROW, False), (WIDE, True), (WIDE, False))])
 def test_nothing_lies_beside_the_page_and_all_is_read(page: Browser, width: int, dark: bool) -> None:
     page.look(width, dark=dark)
     page.write()
-    page.point_at(page.all(".run.drafted .one")[4])
-    assert page.driver.execute_script("return document.documentElement.scrollWidth") <= width
-    controls, texts = ("#generate", "#compare"), ("body", ".card span", "#why", "#counts", "#verdict", "#figures th", ".key")
-    for selector in (*controls, *texts, ".guess", ".guess small", ".tint"):
-        assert page.driver.execute_script(CONTRAST, page.one(selector)) >= 4.5, selector
+    page.point_at(page.all(".one")[4])
+    assert page.run("return document.documentElement.scrollWidth") <= width
+    texts = ("#generate", "body", ".card span", "#counts", "#figures th", ".key", ".guess", ".guess small", ".tint")
+    for selector in texts:
+        assert page.run(CONTRAST, page.one(selector)) >= 4.5, selector
 
 
 CONTRAST = """
@@ -538,13 +377,10 @@ def test_the_picture_of_the_documents_shows_what_they_say(english: Browser) -> N
         english.look()
         english.open(one.url)
         english.write(tokens=128)
-        english.driver.execute_script("document.getElementById('advanced').open = false")
-        assert english.text("#verdict").startswith(YES["en"])
-        assert english.text("#headline .card:nth-child(2)").endswith("faster")
-        tinted = "return [...document.querySelectorAll('.drafted .one')].map((one) => one.querySelectorAll('.tint').length)"
-        counts = english.driver.execute_script(tinted)
-        richest = english.all(".run.drafted .one")[counts.index(max(counts))]
-        english.driver.execute_script("arguments[0].focus({preventScroll: true})", richest)
+        english.run("document.getElementById('advanced').open = false")
+        counts = english.run("return [...document.querySelectorAll('.one')].map((one) => one.querySelectorAll('.tint').length)")
+        richest = english.all(".one")[counts.index(max(counts))]
+        english.run("arguments[0].focus({preventScroll: true})", richest)
         english.picture("page.png")
 
 
@@ -554,9 +390,8 @@ def test_it_speaks_japanese_to_a_japanese_browser(shipped: Server) -> None:
         browser.open(shipped.url)
         assert browser.text("#generate") == "生成"
         browser.write()
-        assert browser.text("#verdict").startswith(YES["ja"])
         assert browser.one("html").get_attribute("lang") == "ja"
-        browser.point_at(browser.all(".run.drafted .one")[3])
+        browser.point_at(browser.all(".one")[3])
         assert "ラウンド" in browser.text("#round h2")
         assert browser.errors() == []
 
@@ -568,49 +403,41 @@ def test_a_server_that_dies_in_mid_text_leaves_what_had_come(english: Browser) -
         english.open(one.url)
         english.fill("prompt", prompts()[0])
         english.fill("tokens", LONG)
-        english.one("#compare").click()
-        english.until(lambda: len(english.all(".run.drafted .one")) > 3)
+        english.one("#generate").click()
+        english.until(lambda: len(english.content(".text")) > 3)
         one.die()
-    english.until(lambda: english.text("#status") == "The connection was lost. This is what had arrived.")
-    assert len(english.content(".run.drafted .text")) > 3
-    assert english.text("#verdict") == UNKNOWN
-    assert english.one("#compare").is_enabled()
+    english.until_status("The connection was lost. This is what had arrived.")
+    assert len(english.content(".text")) > 3
+    assert english.one("#generate").is_enabled()
     english.errors()
 
 
-def test_a_server_with_a_key_asks_for_it(english: Browser) -> None:
-    with serving(key="secret") as one:
+def test_a_server_with_a_key_asks_for_it_and_chats_by_the_template(english: Browser) -> None:
+    chat = fitting(CHAT_TOKENS, "Llama", 0), CHAT_TOKENS
+    with serving(XTokAssisted(chat), key="secret") as one:
         english.driver.get(f"{one.url}/")
-        english.until(lambda: english.text("#status") == "This server requires its API key.")
-        english.fill("key", "wrong")
-        english.press(Keys.TAB)
-        english.until(lambda: english.text("#status") == "This server has another API key.")
-        assert not english.one("#compare").is_enabled()
-        english.fill("key", "secret")
-        english.press(Keys.TAB)
-        english.until(lambda: english.text("#served"))
+        english.until_status("This server requires its API key.")
+        for key, status in (("wrong", "This server has another API key."), ("secret", "")):
+            assert not english.one("#generate").is_enabled()
+            english.fill("key", key)
+            english.press(Keys.TAB)
+            english.until(lambda status=status: english.text("#status") == status)  # type: ignore[misc]
         english.fill("prompt", "吾輩は")
+        assert english.one("[name=penalty]").get_property("value") == "1", "chat models do without"
         english.write(tokens=8)
-        assert english.text("#verdict").startswith(YES["en"])
+    expected = XTokAssisted(chat).generate([{"role": "user", "content": "吾輩は"}], max_new_tokens=8, do_sample=False)
+    assert english.content(".text") == expected.text
     english.errors()
 
 
 def test_what_is_refused_is_said(page: Browser) -> None:
-    page.driver.execute_script("document.getElementsByName('prompt')[0].value = '吾輩は'.repeat(4000)")
-    page.one("#compare").click()
-    page.until(lambda: page.text("#status").startswith("The request failed: The prompt has"))
+    page.fill("tokens", 0)
+    page.run("document.getElementById('advanced').open = false")
+    page.one("#generate").click()
+    assert page.one("[name=tokens]").is_displayed(), "an option that is wrong is unfolded"
+    page.fill("tokens", 5)
+    page.run("document.getElementsByName('prompt')[0].value = '吾輩は'.repeat(4000)")
+    page.one("#generate").click()
+    page.until_status("The request failed: The prompt has")
     assert "400 (Bad Request)" in page.errors()[0]
     assert not page.one("#figures").is_displayed() and not page.one("#headline").is_displayed()
-    assert page.text("#verdict") == ""
-
-
-def test_a_chat_is_written_by_the_models_template(english: Browser) -> None:
-    chat = fitting(CHAT_TOKENS, "Llama", 0), CHAT_TOKENS
-    with serving(XTokAssisted(chat)) as one:
-        english.open(one.url)
-        english.fill("prompt", "吾輩は")
-        assert english.one("[name=penalty]").get_property("value") == "1", "chat models do without"
-        english.write(tokens=8)
-        expected = XTokAssisted(chat).generate([{"role": "user", "content": "吾輩は"}], max_new_tokens=8, do_sample=False)
-        assert english.content(".run.drafted .text") == expected.text
-        assert english.text("#verdict").startswith(YES["en"])

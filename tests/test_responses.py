@@ -7,7 +7,7 @@ from typing import Any
 
 import openai
 import pytest
-from test_serve import Server, check_error, serving, wait_for
+from servers import Server, check_error, serving, wait_for
 from test_tools import CALL, CHATS, LM, TOKENS, TOOLS, client_of_tools, server_of_tools, writes  # noqa: F401  (a fixture)
 
 from xtok import XTokAssisted

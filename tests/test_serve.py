@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from copy import deepcopy
 from datetime import datetime, timedelta
 from math import inf, nan
@@ -24,131 +24,46 @@ import openai
 import pytest
 import torch
 import typer
-import uvicorn
 from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from test_batches import MADE, TEXTS, TREE, UNRELATED
+from servers import (
+    ALONE,
+    CHAT_TOKENS,
+    NAME,
+    ROOT,
+    Server,
+    check_error,
+    data_of,
+    dechunked,
+    held_to,
+    posted,
+    serving,
+    tools,
+    wait_for,
+)
+from test_batches import TEXTS, TREE, UNRELATED
 from test_engine import BYTES, LM, PATIENCE, TOKENS, held
 from transformers import LogitsProcessorList
 from typer.testing import CliRunner
-from worlds import deep, examples, mostly_deep
+from worlds import deep, examples
 
-from xtok import Engine, WrittenRound, XTokAssisted
+from xtok import Engine, XTokAssisted
 from xtok.cli import commands as cli
 from xtok.models.prompts import prompt_ids
 from xtok.pair import DRAFT, TARGET, prompts
 from xtok.sampling.grammar import Grammar
-from xtok.serving.http import app as race_app
-from xtok.serving.http import compiling, processors, race
-from xtok.serving.http.app import app_of
-from xtok.serving.http.command import _bound
+from xtok.serving.http import compiling, processors
+from xtok.serving.http.command import listening_socket
 from xtok.serving.http.middleware import LOG
 from xtok.serving.http.processors import matcher_of
-from xtok.serving.http.protocol import Chat, ChatRace, Completion, CompletionRace, Limits, RequestError, read
-from xtok.serving.http.race import RaceQueue
+from xtok.serving.http.protocol import Chat, Completion, Limits, RequestError, read
 from xtok.serving.http.reading import Reader
 from xtok.serving.http.requests import submissions_of
 from xtok.serving.http.responses import Responses
 from xtok.serving.http.service import Service
 
-NAME = "tiny"
-TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
-    "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{{ mood }}"
-)
-ROOT = Path(__file__).parents[1]
-CHAT_TOKENS = deepcopy(TOKENS)
-CHAT_TOKENS.chat_template = TEMPLATE
-ALONE = XTokAssisted((LM, CHAT_TOKENS))
-
-
-def tools(**schemas: dict[str, Any]) -> list[Any]:
-    """Functions that may be called, with the schemas of their arguments."""
-    return [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in schemas.items()]
-
-
 TOOLS = tools(look={"type": "object", "properties": {}})
-
-
-class Server:
-    """One that runs in a thread, at a free port, over an engine of its own."""
-
-    def __init__(self, service: Service, **more: Any) -> None:
-        self.service = service
-        self._listening = _bound("127.0.0.1", 0)
-        self.address = self._listening.getsockname()[:2]
-        self.url = "http://{}:{}".format(*self.address)
-        app = app_of(service, **more)
-        self._server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=5))
-        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._listening]})
-
-    def __enter__(self) -> "Server":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.end()
-        self._thread.join()
-
-    def end(self) -> None:
-        self._server.should_exit = True
-
-    def die(self) -> None:
-        """Break off all connections and take no more, as the system does for a process that is killed."""
-        self._server.force_exit = True
-        self.end()
-        for connection in list(self._server.server_state.connections):
-            connection.loop.call_soon_threadsafe(connection.transport.abort)
-
-    @property
-    def running(self) -> bool:
-        return self._thread.is_alive()
-
-    @property
-    def engine(self) -> Engine:
-        assert self.service.engine is not None
-        return self.service.engine
-
-    def client(self, **more: Any) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0, "timeout": PATIENCE, **more})
-
-    def ask(self, path: str = "completions", **body: Any) -> httpx.Response:
-        return httpx.post(f"{self.url}/v1/{path}", json={"temperature": 0, **body}, timeout=PATIENCE)
-
-    def metrics(self) -> dict[str, float]:
-        lines = [line.rpartition(" ") for line in httpx.get(f"{self.url}/metrics").text.splitlines() if line[0] != "#"]
-        return {name: float(value) for name, _, value in lines}
-
-    def until_idle(self) -> None:
-        """Ends when no text is written or waits."""
-        pause = threading.Event()
-        for _ in range(int(PATIENCE * 100)):
-            if (stats := self.engine.stats).running + stats.waiting == 0:
-                return
-            pause.wait(0.01)
-        raise AssertionError(stats)
-
-
-@contextmanager
-def serving(
-    xt: XTokAssisted | None = None,
-    *,
-    limits: Limits | None = None,
-    batch_size: int = 4,
-    queue: int = 1024,
-    memory: int | None = None,
-    prefix_cache: bool = True,
-    **more: Any,
-) -> Iterator[Server]:
-    xt = xt or XTokAssisted((LM, CHAT_TOKENS), MADE["several"](), budget=TREE)
-    engine = Engine(xt, batch_size=batch_size, queue=queue, memory=memory, prefix_cache=prefix_cache)
-    try:
-        with Server(Service(NAME, limits or Limits(), xt, engine), **more) as server:
-            yield server
-    finally:
-        engine.close(cancel=True)
-    assert engine.stats.running == engine.stats.waiting == 0
 
 
 @pytest.fixture(scope="module")
@@ -280,7 +195,7 @@ def test_a_stream_ends_with_figures_and_done(server: Server) -> None:
     asked = {"prompt": [TEXTS[0], TEXTS[1]], "n": 2, "max_tokens": 7, "stream": True, "stream_options": {"include_usage": True}}
     answer = server.ask(**asked)
     assert answer.headers["content-type"].startswith("text/event-stream")
-    *lines, last = re.findall(r"^data: (.*)\n\n", answer.text, re.MULTILINE)
+    *lines, last = data_of(answer.text)
     chunks = [json.loads(line) for line in lines]
     assert last == "[DONE]"
     assert all(chunk["usage"] is None and chunk["choices"] for chunk in chunks[:-1])
@@ -445,10 +360,6 @@ def test_any_json_object_may_be_requested(server: Server) -> None:
     assert found.lstrip().startswith("{")
 
 
-def held_to(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
-
-
 @pytest.mark.deep
 def test_a_schema_that_takes_too_long_to_compile_is_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by a hostile trial: these took llguidance minutes. What was refused for that isn't compiled here."""
@@ -509,7 +420,7 @@ def test_a_schema_that_gets_too_hard_is_reported_as_the_cause(server: Server, st
     answer = server.ask(
         prompt="a", max_tokens=100, temperature=1, seed=3, stream=streamed, **held_to({"type": "string", "pattern": pattern})
     )
-    found = re.findall(r"^data: (.*)\n\n", answer.text, re.MULTILINE)[-2] if streamed else answer.text
+    found = data_of(answer.text)[-2] if streamed else answer.text
     assert answer.status_code == (200 if streamed else 400)
     error = json.loads(found)["error"]
     assert (error["param"], error["type"]) == (None, "invalid_request_error")
@@ -608,15 +519,6 @@ def strict() -> Iterator[Server]:
         yield one
 
 
-def check_error(answer: httpx.Response, status: int, param: str | None) -> None:
-    """It is OpenAI's error object."""
-    assert answer.status_code == status, answer.text
-    error = answer.json()["error"]
-    assert error.keys() == {"message", "type", "param", "code"}
-    assert error["message"]
-    assert error["param"] == param, error
-
-
 AUTHORIZED = {"Authorization": "Bearer 日本".encode()}
 
 
@@ -668,7 +570,6 @@ MANY: dict[str, Any] = {
     "messages": [5] * 1000,
     "tools": [5] * 1000,
     "stop": [""] * 1000,
-    "drafts": [5] * 1000,
     "prediction": {"type": "content", "content": [5] * 1000},
     "logit_bias": {str(i): "a" for i in range(1000)},
 }
@@ -679,7 +580,7 @@ def test_of_many_faults_few_are_reported(field: str) -> None:
     """Found by a hostile trial: a body of 4 MB, of which each item is wrong, held up everybody for half a minute."""
     body = {"prompt": [[{}] * 1000] * 1000} if field == "ids" else {field: MANY[field]}
     with pytest.raises(ValidationError) as found:
-        (ChatRace if field in ("messages", "tools") else CompletionRace).model_validate_json(json.dumps(body))
+        (Chat if field in ("messages", "tools") else Completion).model_validate_json(json.dumps(body))
     assert found.value.error_count() < 40
 
 
@@ -732,12 +633,6 @@ def raw(server: Server, data: bytes) -> socket.socket:
     one = socket.create_connection(server.address, timeout=PATIENCE)
     one.sendall(data)
     return one
-
-
-def posted(body: dict[str, Any], *, length: int | None = None) -> bytes:
-    data = json.dumps(body).encode()
-    head = ["POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json"]
-    return "\r\n".join([*head, f"Content-Length: {length or len(data)}", "", ""]).encode() + data
 
 
 def test_a_body_that_is_half_sent_and_given_up_harms_nobody(server: Server) -> None:
@@ -867,7 +762,7 @@ def test_a_text_that_fails_is_reported_as_a_fault_and_harms_nobody(
     whole = server.ask(prompt="a", frequency_penalty=1)
     check_error(whole, 500, None)
     stream = server.ask(prompt="a", frequency_penalty=1, stream=True)
-    lines = re.findall(r"^data: (.*)\n\n", stream.text, re.MULTILINE)
+    lines = data_of(stream.text)
     assert json.loads(lines[0])["error"] == whole.json()["error"]
     assert lines[1:] == ["[DONE]"]
     assert "秘密" not in whole.text + stream.text
@@ -940,15 +835,6 @@ def test_the_log_has_texts_if_requested(caplog: pytest.LogCaptureFixture) -> Non
     assert (first["asked"], first["written"]) == (TEXTS[0], [whole, whole])
     assert (second["asked"], second["written"]) == (chat, [answer.json()["choices"][0]["message"]["content"]])
     assert text.status_code == 200
-
-
-def wait_for(true: Callable[[], bool]) -> None:
-    pause = threading.Event()
-    for _ in range(int(PATIENCE * 100)):
-        if true():
-            return
-        pause.wait(0.01)
-    raise AssertionError("It never came true.")
 
 
 def test_metrics_count_what_the_drafts_did() -> None:
@@ -1029,16 +915,6 @@ def until(one: socket.socket, end: bytes) -> bytes:
     return data
 
 
-def dechunked(data: bytes) -> str:
-    """The body of an answer in chunks."""
-    body, parts = data.partition(b"\r\n\r\n")[2], []
-    while body:
-        size, _, body = body.partition(b"\r\n")
-        parts.append(body[: int(size, 16)])
-        body = body[int(size, 16) + 2 :]
-    return b"".join(parts).decode()
-
-
 async def visitors(one: Server, count: int) -> list[tuple[int, str | None]]:
     """Many at once, of ragged lengths; every third hangs up after a piece or before the first. Gives what the others read."""
     async with openai.AsyncOpenAI(base_url=f"{one.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
@@ -1081,207 +957,23 @@ def test_many_clients_of_whom_a_third_hang_up(count: int) -> None:
             assert text == expected(visited(number)["prompt"], visited(number))[0]
 
 
-# races
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+def test_a_text_comes_with_its_trace_if_requested(server: Server, streamed: bool) -> None:
+    for path, body in (("completions", {"prompt": TEXTS[0]}), ("chat/completions", CHAT)):
+        answer = server.ask(path, **body, max_tokens=9, return_trace=True, stream=streamed)
+        *_, found = map(json.loads, data_of(answer.text)[:-1]) if streamed else [answer.json()]
+        prompt = body.get("prompt") or CHAT["messages"]
+        truth = ALONE.generate(prompt, max_new_tokens=9, do_sample=False)
+        assert [token["id"] for token in found["trace"]["tokens"]] == found["trace"]["token_ids"] == truth.token_ids
+        assert found["trace"]["drafts"] == list(server.service.xt.names)
+        assert sum(one["committed"] for one in found["trace"]["rounds"]) == 9
+    for several in ({"prompt": "a", "n": 2}, {"prompt": ["a", "b"]}):
+        check_error(server.ask(**several, return_trace=True), 400, "return_trace")
 
 
-def raced(server: Server, kind: str = "completions", **body: Any) -> list[dict[str, Any]]:
-    answer = server.ask(f"race/{kind}", **{"prompt": TEXTS[0], "max_tokens": 12, **body})
-    assert answer.status_code == 200, answer.text
-    *lines, last = re.findall(r"^data: (.*)\n\n", answer.text, re.MULTILINE)
-    assert last == "[DONE]"
-    return [json.loads(line) for line in lines]
-
-
-def ids_of(events: list[dict[str, Any]], run: str) -> list[int]:
-    return [token["id"] for one in events if one["run"] == run and "round" in one for token in one["round"]["tokens"]]
-
-
-RACES: list[dict[str, Any]] = [
-    {},
-    {"temperature": 1.0},
-    {"temperature": 1.0, "seed": 5},
-    {"repetition_penalty": 1.3},
-    {"stop": "の"},
-]
-
-
-@pytest.mark.parametrize("asked", mostly_deep(RACES, RACES[2:]), ids=str)
-def test_a_race_has_the_same_text_by_the_drafts_and_by_the_target_alone(server: Server, asked: dict[str, Any]) -> None:
-    events = raced(server, alone=True, **asked)
-    assert ids_of(events, "drafted") == ids_of(events, "alone") != []
-    ends = {one["run"]: one["end"] for one in events if "end" in one}
-    for run, end in ends.items():
-        assert end["token_ids"] == ids_of(events, run)
-        rounds = [one["round"] for one in events if one["run"] == run and "round" in one]
-        assert [one["guessed"] for one in rounds] == [one["guessed"] for one in end["rounds"]]
-        seconds = [one["seconds"] for one in events if one["run"] == run]
-        assert seconds == sorted(seconds)
-    assert ends["alone"]["drafts"] == []
-    assert ends["drafted"]["drafts"] == list(server.service.xt.names)
-
-
-def test_drafts_of_a_race_are_those_that_are_named(server: Server) -> None:
-    name = server.service.xt.names[1]
-    (end,) = (one["end"] for one in raced(server, drafts=[name]) if "end" in one)
-    assert end["drafts"] == [name]
-    (end,) = (one["end"] for one in raced(server, drafts=[]) if "end" in one)
-    assert end["drafts"] == []
-    check_error(server.ask("race/completions", prompt="a", drafts=["nobody"]), 400, "drafts")
-
-
-def test_a_race_is_of_one_text_and_chats_have_theirs(server: Server) -> None:
-    check_error(server.ask("race/completions", prompt="a", n=2), 400, "n")
-    check_error(server.ask("race/completions", prompt=["a", "b"]), 400, "n")
-    check_error(server.ask("race/completions", prompt="a", model="another"), 404, "model")
-    chat = [{"role": "user", "content": TEXTS[0]}]
-    events = raced(server, "chat/completions", prompt=None, messages=chat, alone=True)
-    assert (
-        ids_of(events, "alone")
-        == ids_of(events, "drafted")
-        == ALONE.generate(chat, max_new_tokens=12, do_sample=False).token_ids
-    )
-    about = httpx.get(f"{server.url}/v1/race").json()
-    assert about == {"model": NAME, "drafts": list(server.service.xt.names), "tokens": 4096, "chats": True, "prompts": []}
-
-
-def test_races_go_one_by_one_and_few_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None goes on while the first of them stands still; nine are there, and others are refused at once."""
-    still, running, most = threading.Event(), list[int](), [0]
-
-    def slowly(runs: Any, limit: Any = None) -> Any:
-        running.append(1)
-        most[0] = max(most[0], len(running))
-        still.wait(PATIENCE)
-        yield from race.race(runs, limit)
-        running.pop()
-
-    monkeypatch.setattr(race_app, "race", slowly)
-    with serving() as one, ThreadPoolExecutor(12) as pool:
-        asked = [pool.submit(one.ask, "race/completions", prompt=TEXTS[0], drafts=[], max_tokens=2) for _ in range(9)]
-        wait_for(lambda: one.service.race_queue.entered == 9 and len(running) == 1)
-        refused = one.ask("race/completions", prompt=TEXTS[0])
-        still.set()
-        assert {answer.result().status_code for answer in asked} == {200}
-        wait_for(lambda: one.service.race_queue.entered == 0)
-    assert (refused.status_code, refused.headers["retry-after"], most) == (429, "1", [1])
-
-
-def test_a_race_that_is_given_up_ends_before_the_next_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found by a hostile trial: who is cancelled is so again and again, and a step went on while others ran."""
-    running, most, real = [0], [0], race._next
-
-    def slowly(rounds: race.Rounds) -> Any:
-        running[0] += 1
-        most[0] = max(most[0], running[0])
-        threading.Event().wait(0.2)
-        running[0] -= 1
-        return real(rounds)
-
-    monkeypatch.setattr(race, "_next", slowly)
-    with serving() as one:
-        for _ in range(6):
-            with closing(socket.create_connection(one.address)) as client:
-                client.sendall(posted({"prompt": TEXTS[0], "max_tokens": 9}).replace(b"/v1/", b"/v1/race/"))
-                client.recv(50)
-                threading.Event().wait(0.03)
-        wait_for(lambda: one.service.race_queue.entered == 0)
-    assert most[0] == 1
-
-
-def test_a_race_ends_a_text_that_takes_too_long_by_its_own_seconds() -> None:
-    with serving(limits=Limits(seconds=1e-9)) as one:
-        events = raced(one, alone=True)
-    assert [event["run"] for event in events] == ["drafted", "alone"]
-    assert not any("end" in event for event in events)
-
-
-@pytest.mark.parametrize("more", [{"stream": True}, {"logprobs": 2}, {"user": "a"}], ids=str)
-def test_what_has_no_place_in_a_race_is_refused(server: Server, more: dict[str, Any]) -> None:
-    check_error(server.ask("race/completions", prompt="a", **more), 400, next(iter(more)))
-
-
-def test_races_learn_apart_from_the_texts_that_are_served() -> None:
-    with serving() as one:
-        before = deepcopy(one.service.xt.setup.policy.shared.sizes)
-        raced(one, alone=True)
-        assert one.service.xt.setup.policy.shared.sizes == before
-        for names in ([], *([name] for name in one.service.xt.names), None, [*one.service.xt.names[:2]]):
-            raced(one, drafts=names, max_tokens=2)
-        assert one.service.with_drafts.cache_info().currsize == 4
-
-
-def test_the_log_says_what_came_of_a_race(server: Server, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, LOG.name):
-        raced(server, alone=True, max_tokens=5)
-        wait_for(lambda: any("/v1/race" in one.message for one in caplog.records))
-    line = json.loads(next(one.message for one in caplog.records if "/v1/race" in one.message))
-    assert (line["completion_tokens"], line["finish_reasons"]) == (10, ["length", "length"])
-
-
-def test_a_race_whose_reader_goes_away_ends(server: Server) -> None:
-    body = {"prompt": TEXTS[0], "max_tokens": LONG, "alone": True, "temperature": 0}
-    with httpx.stream("POST", f"{server.url}/v1/race/completions", json=body, timeout=PATIENCE) as answer:
-        next(answer.iter_raw())
-    wait_for(lambda: server.service.race_queue.entered == 0)
-    assert raced(server)
-
-
-def test_next_is_the_text_that_took_least_and_seconds_are_each_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(race, "perf_counter", lambda: now[0])
-
-    def rounds(seconds: float, count: int) -> race.Rounds:
-        for _ in range(count):
-            now[0] += seconds
-            yield WrittenRound([], [], ())
-        return ALONE.generate("a", max_new_tokens=1)
-
-    events = [*race.race({"slow": rounds(3.0, 2), "quick": rounds(1.0, 5)})]
-    in_turn = [one["run"] for one in events]
-    assert in_turn == ["slow", *["quick"] * 3, "slow", *["quick"] * 3, "slow"]
-    assert [one["seconds"] for one in events] == [3.0, 1.0, 2.0, 3.0, 6.0, 4.0, 5.0, 5.0, 6.0]
-
-
-def test_a_race_ends_if_its_reader_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found by a hostile trial: others waited for a client that began a race and read nothing."""
-    now = [0.0]
-    monkeypatch.setattr(race, "perf_counter", lambda: now[0])
-
-    def rounds() -> race.Rounds:
-        while True:
-            yield WrittenRound([], [], ())
-
-    reported = []
-    for event in race.race({"drafted": rounds(), "alone": rounds()}, 25.0):
-        reported.append(event["run"])
-        now[0] += 10
-    assert reported == ["drafted", "drafted", "drafted", "alone"]
-
-
-def test_a_race_does_not_wait_for_a_client_that_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(race_app, "_SENDING", 0.01)
-    body = iter([json.dumps({"prompt": "a", "max_tokens": 5}).encode()])
-
-    async def receive() -> dict[str, Any]:
-        if (data := next(body, None)) is None:
-            await asyncio.Event().wait()
-        return {"type": "http.request", "body": data}
-
-    async def send(message: Any) -> None:
-        if message["type"] == "http.response.body":
-            await asyncio.Event().wait()
-
-    async def raced() -> RaceQueue:
-        service = Service(NAME, xt=ALONE, engine=engine)
-        headers = [(b"content-type", b"application/json")]
-        scope = {"type": "http", "method": "POST", "path": "/v1/race/completions", "headers": headers, "query_string": b""}
-        await asyncio.wait_for(app_of(service)(scope, receive, send), PATIENCE)
-        return service.race_queue
-
-    with Engine(ALONE) as engine:
-        queue = asyncio.run(raced())
-    assert queue.entered == 0
-    assert not queue.lock.locked()
+def test_the_page_learns_what_is_served(server: Server) -> None:
+    known = {"model": NAME, "drafts": list(server.service.xt.names), "tokens": 4096, "chats": True, "prompts": []}
+    assert httpx.get(f"{server.url}/v1/page").json() == known
 
 
 @pytest.mark.parametrize("path", ["", "page/main.js", "page/style.css", "page/tints"])
@@ -1291,7 +983,7 @@ def test_the_page_is_there_while_models_are_loaded_and_needs_no_key(path: str) -
         assert answer.status_code == 200
         for way_out in ("%2e%2e/app.py", "..%2fapp.py", "%2e%2e%2fapp.py", "//etc/passwd"):
             assert httpx.get(f"{one.url}/page/{way_out}").status_code == 404
-        assert httpx.get(f"{one.url}/v1/race").status_code == 401
+        assert httpx.get(f"{one.url}/v1/page").status_code == 401
     if not path:
         assert "default-src 'self'" in answer.headers["content-security-policy"]
         assert "frame-ancestors 'none'" in answer.headers["content-security-policy"]
@@ -1321,7 +1013,7 @@ def test_what_serves_is_imported_only_when_it_is_requested() -> None:
 
 
 def test_a_port_that_is_taken_is_reported_in_one_line() -> None:
-    with _bound("127.0.0.1", 0) as first:
+    with listening_socket("127.0.0.1", 0) as first:
         port = first.getsockname()[1]
         found = CliRunner().invoke(cli.app, ["serve", "--port", str(port)])
     assert found.exit_code == 1

@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from servers import CITY, ROOT, Server, serving, tools
 from test_batches import WIDE
-from test_serve import ROOT, Server, serving, tools
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
@@ -28,7 +28,6 @@ from xtok.serving.http.reading import Part, Reader, Written
 from xtok.serving.http.requests import submissions_of
 from xtok.serving.http.tools import format_for, matcher_for
 
-CITY = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]}
 TOOLS = tools(weather=CITY, 天気={"type": "object", "properties": {"n": {"$ref": "#/$defs/N"}}, "$defs": {"N": {"const": 7}}})
 THINK = ("<think>", "</think>")
 CALL = '{"name": "weather", "arguments": {"city": "京都"}}'

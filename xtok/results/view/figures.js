@@ -6,14 +6,13 @@ import { words } from "./words.js";
 const WIDTH = 440;
 const PARTS = ["target", "forwards", "guessing", "aligning", "rest"];
 
-export function figuresOf(runs, colours) {
-  const ended = runs.filter((run) => run.end);
-  return [
-    figure(words.figures, table(ended)),
-    figure(words.overTime, ...overTime(ended, colours)),
-    figure(words.timeParts, ...timeParts(ended)),
-    ...ended.filter((run) => run.end.drafts.length).map((run) => figure(words.who, who(run, colours))),
+export function figuresOf(trace, rounds, colours, seconds) {
+  const figures = [
+    figure(words.figures, table(trace.stats, seconds)),
+    figure(words.overTime, ...overTime(rounds, colours)),
+    figure(words.timeParts, ...timeParts(trace.stats)),
   ];
+  return trace.drafts.length ? [...figures, figure(words.who, who(trace.drafts, rounds, colours))] : figures;
 }
 
 const figure = (title, ...drawnThings) => element("figure", {}, element("figcaption", {}, title), ...drawnThings);
@@ -34,22 +33,16 @@ function rows(head, ...lines) {
   return element("table", {}, element("thead", {}, titles), element("tbody", {}, ...body));
 }
 
-function table(runs) {
-  const alone = runs.find((run) => run.kind === "alone");
-  const lines = runs.map((run) => {
-    const { stats } = run.end;
-    const speed = alone ? [run === alone ? "" : `${(alone.seconds / run.seconds).toFixed(2)} ×`] : [];
-    const saved = (alone?.end.stats.target_forwards ?? stats.new_tokens) - stats.target_forwards;
-    const numbers = [stats.target_forwards, saved, stats.tokens_per_forward.toFixed(2), run.seconds.toFixed(2), ...speed];
-    return [words[run.kind], ...numbers.map(String)];
-  });
-  const { forwardsUsed, forwardsSaved, perForward, seconds, speed } = words;
-  return rows(["", forwardsUsed, forwardsSaved, perForward, seconds, ...(alone ? [speed] : [])], ...lines);
+function table(stats, seconds) {
+  const saved = stats.new_tokens - stats.target_forwards;
+  const numbers = [stats.target_forwards, saved, stats.tokens_per_forward.toFixed(2), seconds.toFixed(2)];
+  const head = [words.forwardsUsed, words.forwardsSaved, words.perForward, words.seconds];
+  return rows(head, numbers.map(String));
 }
 
-function who(run, colours) {
-  const lines = run.end.drafts.map((draft) => {
-    const guesses = run.rounds.flatMap((round) => round.guessed.map((guess, number) => [guess, round.right.includes(number)]));
+function who(drafts, rounds, colours) {
+  const guesses = rounds.flatMap((round) => round.guessed.map((guess, number) => [guess, round.right.includes(number)]));
+  const lines = drafts.map((draft) => {
     const own = guesses.filter(([guess]) => guess.draft === draft);
     const accepted = own.filter(([, right]) => right).length;
     const rate = own.length ? `${Math.round((100 * accepted) / own.length)}%` : "–";
@@ -60,10 +53,9 @@ function who(run, colours) {
 }
 
 // A bar for each round, of the tokens of each draft and the target's own, and the mean of the last eight.
-function overTime(runs, colours) {
+function overTime(written, colours) {
   const height = 130;
-  const run = runs.find((one) => one.kind !== "alone") ?? runs[0];
-  const counts = run.rounds.map((round) => round.tokens.length);
+  const counts = written.map((round) => round.tokens.length);
   const most = Math.max(2, ...counts);
   const at = (count) => height - 8 - (count / most) * (height - 16);
   const step = (WIDTH - 30) / counts.length;
@@ -73,7 +65,7 @@ function overTime(runs, colours) {
       drawn("line", { x1: 28, x2: WIDTH, y1: at(count), y2: at(count), stroke: "var(--line)", "stroke-dasharray": "3 3" }),
       drawn("text", { x: 22, y: at(count) + 4, "text-anchor": "end" }, String(count)),
     );
-  run.rounds.forEach((round, number) => {
+  written.forEach((round, number) => {
     const bar = drawn("g", { class: "bar" });
     round.tokens.forEach((token, below) => {
       const place = { x: 28 + number * step, y: at(below + 1), width: Math.max(step - 1.5, step * 0.6), height: at(0) - at(1) };
@@ -90,8 +82,7 @@ function overTime(runs, colours) {
   return [chart, legend(...colours, [words.ownPick, "var(--own)"], [words.mean, "var(--mark)"])];
 }
 
-function partsOf(run) {
-  const { stats } = run.end;
+function partsOf(stats) {
   const known = {
     target: stats.seconds_target,
     forwards: stats.seconds_draft_forwards,
@@ -102,19 +93,16 @@ function partsOf(run) {
   return { ...known, rest: Math.max(0, stats.seconds - sum) };
 }
 
-function timeParts(runs) {
-  const all = runs.map(partsOf);
-  const longest = Math.max(...all.map((parts) => PARTS.reduce((sum, part) => sum + parts[part], 0)), 1e-9);
-  const chart = picture(runs.length * 44, words.timeParts);
-  all.forEach((parts, row) => {
-    let left = 0;
-    chart.append(drawn("text", { x: 0, y: row * 44 + 12 }, words[runs[row].kind]));
-    for (const part of PARTS) {
-      const width = (parts[part] / longest) * WIDTH;
-      const tip = drawn("title", {}, `${words[part]}: ${(parts[part] * 1000).toFixed(1)} ms`);
-      chart.append(painted(drawn("rect", { x: left, y: row * 44 + 17, width, height: 18 }, tip), `var(--${part})`));
-      left += width;
-    }
-  });
+function timeParts(stats) {
+  const parts = partsOf(stats);
+  const sum = Math.max(PARTS.reduce((all, part) => all + parts[part], 0), 1e-9);
+  const chart = picture(22, words.timeParts);
+  let left = 0;
+  for (const part of PARTS) {
+    const width = (parts[part] / sum) * WIDTH;
+    const tip = drawn("title", {}, `${words[part]}: ${(parts[part] * 1000).toFixed(1)} ms`);
+    chart.append(painted(drawn("rect", { x: left, y: 2, width, height: 18 }, tip), `var(--${part})`));
+    left += width;
+  }
   return [chart, legend(...PARTS.map((part) => [words[part], `var(--${part})`]))];
 }

@@ -1,7 +1,6 @@
-"""The server's routes: OpenAI's API over an engine, races, and the page."""
+"""The server's routes: OpenAI's API over an engine, and the page."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,22 +9,18 @@ from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
 from fastapi.staticfiles import StaticFiles
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from sse_starlette.sse import EventSourceResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
-from xtok.errors import EngineFullError
+from xtok.models.cache import context_window
 from xtok.results.page import TINTS, VIEW
-from xtok.serving.http.completions import complete, prepared, sse_data
-from xtok.serving.http.middleware import authenticated, body_of, context_of, error_response, failure, log_refusal, logged
-from xtok.serving.http.protocol import Chat, ChatRace, Completion, CompletionRace, RequestError, fields_of, read
-from xtok.serving.http.race import race, race_options, runs_of, steps
+from xtok.serving.http.completions import complete
+from xtok.serving.http.middleware import authenticated, body_of, context_of, error_response, log_refusal, logged
+from xtok.serving.http.protocol import Chat, Completion, RequestError, fields_of, read
 from xtok.serving.http.responses import Responses, respond
-from xtok.serving.http.service import Service, full
+from xtok.serving.http.service import Service
 
-_SENDING = 20.0
-"""How many seconds a race waits for its client to read on, since other races wait meanwhile."""
 _POLICY = "default-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 _FRESH = {"Cache-Control": "no-cache", "X-Content-Type-Options": "nosniff"}
 _PAGE = Path(__file__).parent / "page"
@@ -42,8 +37,7 @@ def app_of(service: Service, *, key: str | None = None, origins: Sequence[str] =
     _add(app, service, "/v1/completions", partial(read, Completion), complete)
     _add(app, service, "/v1/chat/completions", partial(read, Chat), complete)
     _add(app, service, "/v1/responses", partial(fields_of, Responses), respond)
-    _add_races(app, service)
-    _add_page(app)
+    _add_page(app, service)
     if key is not None:
         app.add_middleware(authenticated, key=key)
     if origins:
@@ -102,15 +96,6 @@ def _check_model(service: Service, name: str | None) -> None:
         raise RequestError(message, "model", status=404, code="model_not_found")
 
 
-def _add_races(app: FastAPI, service: Service) -> None:
-    @app.get("/v1/race")
-    async def about() -> Response:
-        return JSONResponse(race_options(service.ready()[0], service.name, service.limits, service.prompts))
-
-    _add(app, service, "/v1/race/completions", partial(read, CompletionRace), _raced)
-    _add(app, service, "/v1/race/chat/completions", partial(read, ChatRace), _raced)
-
-
 def _add(
     app: FastAPI, service: Service, path: str, parse: Callable[[bytes], Any], answer: Callable[..., Awaitable[Response]]
 ) -> None:
@@ -124,38 +109,16 @@ def _add(
         return await answer(service, request, body)
 
 
-async def _raced(service: Service, request: Request, body: CompletionRace | ChatRace) -> Response:
-    """The stream of a race. Raises `RequestError` before anything is sent."""
-    try:
-        service.race_queue.enter()
-    except EngineFullError as error:
-        raise full(error) from error
-    context = context_of(request)
-    context.on_end = service.race_queue.leave
-    service.metrics.races.inc()
-    context.log |= {"completion_tokens": 0, "finish_reasons": []}
-    runs = await prepared(service, request, body, partial(runs_of, service.with_drafts), service.ready()[0])
+def _add_page(app: FastAPI, service: Service) -> None:
+    @app.get("/v1/page")
+    async def about() -> Response:
+        """What the page needs to know. `tokens`: how many new ones a text may have."""
+        xt, _ = service.ready()
+        window, chats = context_window(xt.model), bool(xt.tokenizer.chat_template)
+        tokens = service.limits.tokens if window is None else min(service.limits.tokens, window)
+        served = {"model": service.name, "drafts": list(xt.names), "tokens": tokens, "chats": chats}
+        return JSONResponse({**served, "prompts": list(service.prompts)})
 
-    def lines() -> Generator[str, None, None]:
-        for event in race(runs, service.limits.seconds):
-            if "end" in event:
-                context.log["completion_tokens"] += len(event["end"]["token_ids"])
-                context.log["finish_reasons"].append(event["end"]["finish_reason"])
-            yield sse_data(event)
-
-    async def streamed() -> AsyncIterator[str]:
-        try:
-            async with service.race_queue.lock, aclosing(steps(lines())) as events:
-                async for line in events:
-                    yield line
-        except Exception as error:
-            yield sse_data(failure(context, error).body)
-        yield "[DONE]"
-
-    return EventSourceResponse(streamed(), sep="\n", send_timeout=_SENDING)
-
-
-def _add_page(app: FastAPI) -> None:
     @app.get("/")
     async def index() -> Response:
         return FileResponse(_PAGE / "index.html", headers={"Content-Security-Policy": _POLICY, **_FRESH})

@@ -64,7 +64,7 @@ def run(
     free port. `key`: the API key. `origins`: other sites whose pages may send requests (CORS). Raises `InvalidInputError` if
     the port can't be opened, and whatever `load` and `start` raise.
     """
-    listening = _bound(host, port)
+    listening = listening_socket(host, port)
     host, port = listening.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     AppStatus.enable_automatic_graceful_drain = False  # else streams would be cut off at once
@@ -100,7 +100,7 @@ def run(
         raise service.error
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def listening_socket(host: str, port: int) -> socket.socket:
     """A listening socket. Raises `InvalidInputError` if the address can't be opened."""
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)

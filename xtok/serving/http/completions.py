@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from json import dumps
 from time import perf_counter, time
-from typing import Any, TypeVar
+from typing import Any
 
 from anyio import to_thread
 from fastapi import Request
@@ -22,14 +22,11 @@ from xtok.serving.engine import Engine
 from xtok.serving.http.events import Event, events
 from xtok.serving.http.middleware import context_of, failure, unless_disconnected
 from xtok.serving.http.processors import Picked
-from xtok.serving.http.protocol import Body, Chat, Completion, Limits, RequestError
+from xtok.serving.http.protocol import Chat, Completion, RequestError
 from xtok.serving.http.reading import Part, Written
 from xtok.serving.http.requests import Submission, ignored, submissions_of
 from xtok.serving.http.service import LATER, Service, full
 from xtok.serving.ticket import Ticket
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 
 async def complete(service: Service, request: Request, body: Completion | Chat) -> Response:
@@ -41,23 +38,17 @@ async def complete(service: Service, request: Request, body: Completion | Chat) 
 
 
 async def started(service: Service, request: Request, body: Completion | Chat) -> "PendingAnswer":
-    """The answer to a request whose texts were submitted. Raises `RequestError`."""
+    """The answer to a request whose texts were submitted. Raises `RequestError`, and `ClientDisconnect` before they are."""
     xt, engine = service.ready()
-    submissions = await prepared(service, request, body, partial(submissions_of, parsers=service.parsers), xt)
+    limiter = service.preparing if body.takes_long else None
+    work = partial(submissions_of, body, xt, service.limits, service.parsers)
+    submissions = await unless_disconnected(request, partial(to_thread.run_sync, work, limiter=limiter))
     answer = PendingAnswer(service, request, body, submissions, xt)
     if body.max_tokens != 0:
         await run_in_threadpool(_submit, engine, submissions, context_of(request).tickets)
     context_of(request).on_end = answer.finish
     service.metrics.prompt_tokens.inc(answer.read)
     return answer
-
-
-async def prepared(service: Service, request: Request, body: Body, prepare: Callable[[Any, T, Limits], R], models: T) -> R:
-    """Runs `prepare` in a thread, one of a few if it takes long. Raises `ClientDisconnect` if the client disconnects."""
-    limiter = service.preparing if body.takes_long else None
-    work = partial(prepare, body, models, service.limits)
-    prepared: R = await unless_disconnected(request, partial(to_thread.run_sync, work, limiter=limiter))
-    return prepared
 
 
 def _submit(engine: Engine, submissions: Sequence[Submission], tickets: list[Ticket]) -> None:
@@ -88,6 +79,7 @@ class PendingAnswer:
         self._ended: dict[int, Generation] = {}
         self._first: float | None = None
         self._done: float | None = None
+        self._trace: dict[str, Any] | None = None
         self.read = sum(len(one.prompt.ids) for one in submissions[:: body.n or 1])
         self._context.log |= {"texts": len(submissions), "stream": bool(body.stream), "prompt_tokens": self.read}
         if body.user is not None:
@@ -110,8 +102,7 @@ class PendingAnswer:
             self._answer.choice(index, written, picked[index] if self._records else None, self._finish_reason(index))
             for index, written in enumerate(self._written)
         ]
-        timed: dict[str, Any] = {} if self._done is None else {"timings": self.timings()}
-        return self._answer.body(choices, usage=self.usage(), **timed)
+        return self._answer.body(choices, usage=self.usage(), **self._figures())
 
     async def streamed(self) -> AsyncIterator[str]:
         """Yield the `data` of OpenAI's server-sent events, `[DONE]` included."""
@@ -157,8 +148,8 @@ class PendingAnswer:
                     yield chunk([delta(event.choice, delta_of(part, calls), picked)], **more)
                     picked, calls = [] if self._records else None, calls + (part.kind == "call")
                 if event.ended is not None:
-                    timed = more if self._done is None else {**more, "timings": self.timings()}
-                    yield chunk([delta(event.choice, {}, finish_reason=self._finish_reason(event.choice))], **timed)
+                    ending = delta(event.choice, {}, finish_reason=self._finish_reason(event.choice))
+                    yield chunk([ending], **more, **self._figures())
         for index in range(len(self._submissions)) if not self._context.tickets else ():
             yield chunk([delta(index, {}, finish_reason=self._finish_reason(index))], **more)
         if self._body.includes_usage:
@@ -183,6 +174,8 @@ class PendingAnswer:
                     self._ended[event.choice] = event.ended
                     self._service.metrics.ends(event.ended, len(self._submissions[event.choice].prompt.ids))
                     self._done = perf_counter() if len(self._ended) == len(self._submissions) else None
+                    if self._body.return_trace:
+                        self._trace = await run_in_threadpool(event.ended.to_dict)
                 yield event
 
     def _finish_reason(self, choice: int) -> str:
@@ -194,6 +187,11 @@ class PendingAnswer:
 
     def reasoning_tokens(self) -> int:
         return sum(one.follower.reasoning_tokens for one in self._submissions if one.follower is not None)
+
+    def _figures(self) -> dict[str, Any]:
+        """What comes at the end of the last text beside what OpenAI's API has."""
+        trace = {} if self._trace is None else {"trace": self._trace}
+        return {**({} if self._done is None else {"timings": self.timings()}), **trace}
 
     def timings(self) -> dict[str, float]:
         assert self._first is not None and self._done is not None

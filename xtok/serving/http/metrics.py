@@ -34,7 +34,6 @@ class Metrics:
         self._whole = self._histogram("e2e_request_latency_seconds", "Seconds from a request to the end of its texts.", _LONG)
         self._drafts = self._counter("spec_decode_num_drafts", "Rounds in which a draft guessed.", "draft")
         self._guessed = self._counter("spec_decode_num_draft_tokens", "Tokens that a draft guessed.", "draft")
-        self.races = self._counter("races", "Texts that were generated beside the target alone, as the page does.")
         self._accepted = self._counter(
             "spec_decode_num_accepted_tokens", "Tokens that a draft guessed and the target accepted.", "draft"
         )

@@ -34,7 +34,6 @@ _LABELS = ("client_metadata", "metadata", "prompt_cache_key", "prompt_cache_rete
 """Fields of OpenAI's API that change no text."""
 _IGNORED = ("service_tier", "store", "verbosity")
 """Fields that are accepted without effect; the log names them."""
-_NOT_FOR_RACES = ("echo", "logprobs", "top_logprobs", "stream", "stream_options", "user")
 _FIELD = re.compile(r"(?!(str|int|float|bool)$)[a-z_]+")
 """A field's name in the place of a fault, in which pydantic also names the types that it tried."""
 _LARGE = re.compile(rb"[eE]\+?\d\d|\d{300}")
@@ -146,6 +145,7 @@ class Body(Fields):
     stream_options: StreamOptions | None = None
     user: Annotated[str, Field(max_length=512)] | None = None
     prediction: Prediction | None = None
+    return_trace: bool | None = None
 
     @property
     def stops(self) -> list[str]:
@@ -237,21 +237,6 @@ class Chat(Body):
         return bool(self.forced) or self.has_format
 
 
-class Race(Body):
-    """A text round by round. `drafts`: which of them guess; None for all. `alone`: whether the target also writes it alone."""
-
-    drafts: Items[str] | None = None
-    alone: bool | None = None
-
-
-class CompletionRace(Completion, Race):
-    """`POST /v1/race/completions`."""
-
-
-class ChatRace(Chat, Race):
-    """`POST /v1/race/chat/completions`."""
-
-
 F = TypeVar("F", bound=Fields)
 
 
@@ -294,9 +279,6 @@ def read(kind: type[B], given: bytes | dict[str, Any]) -> B:
         _check_chat(body)
     if body.max_tokens == 0 and not (isinstance(body, Completion) and body.echo):
         raise RequestError("max_tokens is 0, which needs echo to be true. Ask for at least one token.", "max_tokens")
-    for name in _NOT_FOR_RACES if isinstance(body, Race) else ():
-        if getattr(body, name, None) is not None:
-            raise RequestError(f"{name} isn't supported in races. Leave it out.", name, code="unsupported_parameter")
     return body
 
 

@@ -65,10 +65,7 @@ def submissions_of(body: Completion | Chat, xt: XTokAssisted, limits: Limits, pa
     if predicted:  # prepared once for all sequences
         same["prediction"] = Prediction(predicted)
     prompts, found = _prompts(body, xt), list[Submission]()
-    if len(prompts) * (body.n or 1) > MOST:
-        raise RequestError(
-            f"{len(prompts)} prompts with {body.n or 1} texts each are more than {MOST}.", "n" if body.n else "prompt"
-        )
+    _check_count(body, len(prompts))
     read = [_read(given, template, xt, "messages" if isinstance(body, Chat) else "prompt") for given in prompts]
     lengths_of = [_lengths(body, xt, len(prompt.ids), limits) for prompt in read]
     echoes = dict[tuple[int, ...], Echo | None]()
@@ -133,6 +130,17 @@ def _prompts(body: Completion | Chat, xt: XTokAssisted) -> list[Prompt]:
     given = body.prompt
     prompts: list[Any] = list(given) if given and is_several(given) else [given]
     return prompts
+
+
+def _check_count(body: Body, prompts: int) -> None:
+    """Raises `RequestError` if a request asks for too many texts."""
+    texts = prompts * (body.n or 1)
+    if texts > MOST:
+        raise RequestError(
+            f"{prompts} prompts with {body.n or 1} texts each are more than {MOST}.", "n" if body.n else "prompt"
+        )
+    if body.return_trace and texts > 1:
+        raise RequestError("return_trace is for one text. Give one prompt, and leave n out.", "return_trace")
 
 
 def _source(xt: XTokAssisted) -> str:

@@ -1,8 +1,8 @@
 """What a server serves: a model by its name, the engine that runs it, and their state."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from time import time
 
 from anyio import CapacityLimiter
@@ -13,12 +13,9 @@ from xtok.serving.engine import Engine
 from xtok.serving.http.formats import Parsers
 from xtok.serving.http.metrics import Metrics
 from xtok.serving.http.protocol import Limits, RequestError
-from xtok.serving.http.race import RaceQueue
 
 _PREPARING = 2
 """How many requests with a grammar, or for the log-probabilities of a prompt, are prepared at a time."""
-_VARIANTS = 4
-"""For how many combinations of drafts an instance is kept for races."""
 LATER = {"Retry-After": "1"}
 
 
@@ -36,13 +33,7 @@ class Service:
     logs_texts: bool = False
     parsers: Parsers = field(default_factory=Parsers)
     error: BaseException | None = None
-    race_queue: RaceQueue = field(default_factory=RaceQueue)
     created: int = field(default_factory=lambda: int(time()))
-
-    @cached_property
-    def with_drafts(self) -> Callable[[frozenset[str]], XTokAssisted]:
-        """Gives the served instance with only some of its drafts, for races. The latest few are kept."""
-        return lru_cache(maxsize=_VARIANTS)(self.ready()[0].with_drafts)
 
     @cached_property
     def preparing(self) -> CapacityLimiter:

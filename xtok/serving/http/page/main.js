@@ -1,9 +1,9 @@
-// The page: requests texts, shows them as they come, and opens and saves traces.
+// The page: requests texts, shows them as they come and who guessed them, and opens and saves traces.
 
 import { element } from "../view/element.js";
 import { View } from "../view/view.js";
 import { words } from "../view/words.js";
-import { about, race, Refused, sample, tints } from "./server.js";
+import { about, Refused, sample, tints, written } from "./server.js";
 
 const of = (id) => document.getElementById(id);
 const form = of("ask");
@@ -12,6 +12,7 @@ const RETRY = 1000;
 
 let served = null; // what the server last said about itself
 let writing = null;
+let trace = null; // of what is shown, once it has ended
 let again;
 
 for (const labelled of document.querySelectorAll("[data-word]")) labelled.prepend(words[labelled.dataset.word]);
@@ -42,11 +43,6 @@ async function begin() {
   if (served.chats) field("penalty").value = 1; // chat models do without
   field("tokens").max = served.tokens;
   field("tokens").value = Math.min(field("tokens").value, served.tokens);
-  for (const draft of served.drafts) {
-    const box = element("input", { type: "checkbox", name: "draft", value: draft, checked: "" });
-    of("drafts").append(element("label", {}, box, ` ${draft}`));
-  }
-  of("drafts").hidden = !served.drafts.length;
   of("examples").append(...served.prompts.map(example));
   of("examples").hidden = !served.prompts.length;
   if (!field("prompt").value) field("prompt").value = served.prompts[0] ?? "";
@@ -71,55 +67,60 @@ function wait(error) {
 
 // requests
 
-function requested(alone) {
+function requested() {
   const sampled = field("picks").value === "sampled";
   const chat = served.chats && field("chat").checked;
-  const drafts = [...form.querySelectorAll("[name=draft]:checked")].map((box) => box.value);
   const prompt = field("prompt").value;
   return {
-    path: chat ? "v1/race/chat/completions" : "v1/race/completions",
+    path: chat ? "v1/chat/completions" : "v1/completions",
     body: {
       ...(chat ? { messages: [{ role: "user", content: prompt }] } : { prompt }),
       max_tokens: Number(field("tokens").value),
       repetition_penalty: Number(field("penalty").value),
       temperature: sampled ? Number(field("temperature").value) : 0,
       ...(sampled ? { seed: Number(field("seed").value) } : {}),
-      drafts,
-      alone,
+      return_trace: true,
+      stream: true,
     },
   };
 }
 
-async function generate(alone) {
-  const { path, body } = requested(alone);
-  view.show(alone ? ["drafted", "alone"] : ["drafted"], body.drafts);
-  of("save").disabled = true;
-  const byKind = new Map(view.runs.map((run) => [run.kind, run]));
+async function generate() {
+  const { path, body } = requested();
+  view.begin();
+  trace = null;
   const mine = (writing = new AbortController());
   busy(true);
-  say(words.waiting);
+  say(words.writing);
+  let some = false;
   try {
-    for await (const event of race(path, body, field("key").value, mine.signal)) {
-      if (event.round || event.end) say(words.writing);
-      if (event.round) byKind.get(event.run).add(event.round, event.seconds);
-      if (event.end) byKind.get(event.run).ends(event.end, event.seconds);
+    for await (const chunk of written(path, body, field("key").value, mine.signal)) {
+      for (const { text, delta } of chunk.choices) {
+        const piece = text ?? (delta.reasoning_content ?? "") + (delta.content ?? "");
+        some ||= piece !== "";
+        view.append(piece);
+      }
+      if (chunk.trace) {
+        trace = chunk.trace;
+        view.show(trace, (chunk.timings.prompt_ms + chunk.timings.predicted_ms) / 1000);
+      }
     }
     say(words.done);
   } catch (error) {
     if (writing !== mine) return; // something else is shown by now
     if (mine.signal.aborted) say(words.stopped);
     else if (error instanceof Refused) say(words.failed(error.message), true);
-    else say(view.runs[0].rounds.length ? words.lost : words.gone, true);
+    else say(some ? words.lost : words.gone, true);
   } finally {
+    if (!trace) view.giveUp();
     busy(false);
   }
-  view.conclude();
-  of("save").disabled = !view.runs[0].end;
 }
 
 function busy(is) {
-  of("generate").disabled = of("compare").disabled = is || !served;
+  of("generate").disabled = is || !served;
   of("stop").hidden = !is;
+  of("save").disabled = !trace;
 }
 
 // traces
@@ -127,7 +128,9 @@ function busy(is) {
 // Shows a trace. `read` gives its JSON.
 async function open(name, read) {
   try {
-    view.showTrace(JSON.parse(await read()));
+    const opened = JSON.parse(await read());
+    view.showTrace(opened);
+    trace = opened;
   } catch {
     say(words.broken, true);
     return;
@@ -140,7 +143,7 @@ async function open(name, read) {
 
 function save() {
   const link = element("a", { download: "trace.json" });
-  link.href = URL.createObjectURL(new Blob([JSON.stringify(view.runs[0].end)], { type: "application/json" }));
+  link.href = URL.createObjectURL(new Blob([JSON.stringify(trace)], { type: "application/json" }));
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href));
 }
@@ -149,7 +152,7 @@ function save() {
 
 form.addEventListener("submit", (event) => {
   event.preventDefault();
-  if (served && of("stop").hidden) generate(event.submitter === of("compare"));
+  if (served && of("stop").hidden) generate();
 });
 form.addEventListener("invalid", () => (of("advanced").open = true), true); // else its fields can't be pointed out
 form.addEventListener("change", () => {

@@ -1,4 +1,4 @@
-// The server's routes that the page uses: what is served, and a race round by round.
+// The server's routes that the page uses: what is served, and a text as it is written.
 
 export class Refused extends Error {
   constructor(status, error) {
@@ -22,17 +22,17 @@ export const tints = async () => (await answered("page/tints")).json();
 export const sample = async () => (await answered("page/sample.json")).text();
 
 // What is served. Throws `Refused` while that is loaded, or without the key, and what fetch throws.
-export const about = async (key) => (await answered("v1/race", key)).json();
+export const about = async (key) => (await answered("v1/page", key)).json();
 
-// The events of a race, as objects. Throws `Refused` if the server refuses or fails, and what fetch throws if it goes away.
-export async function* race(path, body, key, signal) {
+// The chunks of a text. Throws `Refused` if the server refuses or fails, and what fetch throws if it goes away.
+export async function* written(path, body, key, signal) {
   const headers = { "Content-Type": "application/json" };
   const answer = await answered(path, key, { method: "POST", headers, body: JSON.stringify(body), signal });
   for await (const data of events(answer.body)) {
     if (data === "[DONE]") return;
-    const event = JSON.parse(data);
-    if (event.error) throw new Refused(500, event.error);
-    yield event;
+    const chunk = JSON.parse(data);
+    if (chunk.error) throw new Refused(500, chunk.error);
+    yield chunk;
   }
   throw new TypeError("The stream ended early.");
 }

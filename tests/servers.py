@@ -1,0 +1,168 @@
+"""Servers that run in a thread of the tests' process, and what is asked of them."""
+
+import json
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import uvicorn
+from test_batches import MADE, TREE
+from test_engine import LM, PATIENCE, TOKENS
+
+from xtok import Engine, XTokAssisted
+from xtok.serving.http.app import app_of
+from xtok.serving.http.command import listening_socket
+from xtok.serving.http.protocol import Limits
+from xtok.serving.http.service import Service
+
+NAME = "tiny"
+ROOT = Path(__file__).parents[1]
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{{ mood }}"
+)
+CHAT_TOKENS = deepcopy(TOKENS)
+CHAT_TOKENS.chat_template = TEMPLATE
+ALONE = XTokAssisted((LM, CHAT_TOKENS))
+"""The target of the server, alone."""
+CITY = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]}
+
+
+def tools(**schemas: dict[str, Any]) -> list[Any]:
+    """Functions that may be called, with the schemas of their arguments."""
+    return [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in schemas.items()]
+
+
+def held_to(schema: Any) -> dict[str, Any]:
+    """The field that holds a text to a schema."""
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}}
+
+
+class Server:
+    """One that runs in a thread, at a free port, over an engine of its own."""
+
+    def __init__(self, service: Service, **more: Any) -> None:
+        self.service = service
+        self._listening = listening_socket("127.0.0.1", 0)
+        self.address = self._listening.getsockname()[:2]
+        self.url = "http://{}:{}".format(*self.address)
+        app = app_of(service, **more)
+        self._server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=5))
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._listening]})
+
+    def __enter__(self) -> "Server":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.end()
+        self._thread.join()
+
+    def end(self) -> None:
+        self._server.should_exit = True
+
+    def die(self) -> None:
+        """Break off all connections and take no more, as the system does for a process that is killed."""
+        self._server.force_exit = True
+        self.end()
+        for connection in list(self._server.server_state.connections):
+            connection.loop.call_soon_threadsafe(connection.transport.abort)
+
+    @property
+    def running(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def engine(self) -> Engine:
+        assert self.service.engine is not None
+        return self.service.engine
+
+    def client(self, **more: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0, "timeout": PATIENCE, **more})
+
+    def ask(self, path: str = "completions", **body: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}/v1/{path}", json={"temperature": 0, **body}, timeout=PATIENCE)
+
+    def metrics(self) -> dict[str, float]:
+        lines = [line.rpartition(" ") for line in httpx.get(f"{self.url}/metrics").text.splitlines() if line[0] != "#"]
+        return {name: float(value) for name, _, value in lines}
+
+    def until_idle(self) -> None:
+        """Ends when no text is written or waits."""
+        wait_for(lambda: (stats := self.engine.stats).running + stats.waiting == 0)
+
+
+@contextmanager
+def serving(
+    xt: XTokAssisted | None = None,
+    *,
+    limits: Limits | None = None,
+    batch_size: int = 4,
+    queue: int = 1024,
+    memory: int | None = None,
+    prefix_cache: bool = True,
+    **more: Any,
+) -> Iterator[Server]:
+    xt = xt or XTokAssisted((LM, CHAT_TOKENS), MADE["several"](), budget=TREE)
+    engine = Engine(xt, batch_size=batch_size, queue=queue, memory=memory, prefix_cache=prefix_cache)
+    try:
+        with Server(Service(NAME, limits or Limits(), xt, engine), **more) as server:
+            yield server
+    finally:
+        engine.close(cancel=True)
+    assert engine.stats.running == engine.stats.waiting == 0
+
+
+def wait_for(true: Callable[[], bool]) -> None:
+    pause = threading.Event()
+    for _ in range(int(PATIENCE * 100)):
+        if true():
+            return
+        pause.wait(0.01)
+    raise AssertionError("It never came true.")
+
+
+def check_error(answer: httpx.Response, status: int, param: str | None) -> None:
+    """It is OpenAI's error object."""
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert error["param"] == param, error
+
+
+def data_of(text: str) -> list[str]:
+    """The data of a stream's events."""
+    return re.findall(r"^data: (.*)\n\n", text, re.MULTILINE)
+
+
+def posted(body: dict[str, Any], *, path: str = "completions", length: int | None = None) -> bytes:
+    """A request as bytes. `length`: that which it claims to have."""
+    data = json.dumps(body).encode()
+    head = [f"POST /v1/{path} HTTP/1.1", "Host: x", "Content-Type: application/json"]
+    return "\r\n".join([*head, f"Content-Length: {length or len(data)}", "", ""]).encode() + data
+
+
+def slow_socket(timeout: float | None) -> socket.socket:
+    """One that takes little at a time."""
+    one = socket.socket()
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    one.settimeout(timeout)
+    return one
+
+
+def dechunked(data: bytes) -> str:
+    """The body of an answer in chunks."""
+    body, parts = data.partition(b"\r\n\r\n")[2], []
+    while body:
+        size, _, body = body.partition(b"\r\n")
+        parts.append(body[: int(size, 16)])
+        body = body[int(size, 16) + 2 :]
+    return b"".join(parts).decode()
