@@ -75,12 +75,6 @@ READ: list[tuple[str, str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
     ("llama3_json", "", 'はい {"name": "a"}', ('はい {"name": "a"}', "", [])),
     ("mistral", "", f"[TOOL_CALLS] [{CALL}, {CALL}]", ("", "", [("weather", {"city": "京都"})] * 2)),
     ("mistral", "", '待て[TOOL_CALLS]a[ARGS]{"b": 1}[TOOL_CALLS]c{}', ("待て", "", [("a", {"b": 1}), ("c", {})])),
-    (
-        "qwen3_coder",
-        "",
-        "<tool_call>\n<function=weather>\n<parameter=city>\n京都\n</parameter>\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
-        ("", "", [("weather", {"city": "京都", "days": 3})]),
-    ),
     ("own", "a<|says|>", '<|thinks|>う<|/thinks|>は<|calls|>a{"b": 1}<|/calls|><|end|>', ("は", "う", [("a", {"b": 1})])),
     ("own", "a<|says|><|thinks|>", "う<|/thinks|>は", ("は", "う", [])),
     ("own", "<|says|>", "は<|calls|>a{b<|/calls|>い<|end|>", ("は<|calls|>a{b<|/calls|>い<|end|>", "", [])),
@@ -151,7 +145,7 @@ def test_no_more_calls_are_reported_than_may_be() -> None:
 
 
 TEMPLATES = {
-    "{{ '<tool_call>' }}<function=": "qwen3_coder",
+    "{{ '<tool_call>' }}<function=": "none",
     '<tool_call>\n{"name"': "hermes",
     "[TOOL_CALLS][": "mistral",
     "tool_calls '\"parameters\": '": "llama3_json",
@@ -347,8 +341,7 @@ FORCED: dict[str, tuple[str, str]] = {
     "hermes": ("<tool_call>", "<think>"),
     "mistral": ("[TOOL_CALLS]", "[THINK]"),
     "llama3_json": ('tool_calls "parameters": ', "-"),
-    "qwen3_coder": ("<tool_call><function=", "-"),
-    "none": ("-", "-"),
+    "none": ("<tool_call><function=", "-"),
 }
 
 

@@ -53,7 +53,7 @@ def serve(
         float, typer.Option(min=0, help="The most seconds that a text may take, waiting included; 0 for no limit.")
     ] = 600.0,
     tool_call_parser: Annotated[
-        str, typer.Option(help="The format of tool calls: hermes, llama3_json, mistral, qwen3_coder, auto, or none.")
+        str, typer.Option(help="The format of tool calls: hermes, llama3_json, mistral, auto, or none.")
     ] = "auto",
     reasoning_parser: Annotated[
         str, typer.Option(help="The format of reasoning: qwen3, deepseek_r1, mistral, auto, or none.")

@@ -16,7 +16,7 @@ class CallFormat(NamedTuple):
 
     field: Mapping[str, Any]
     markers: tuple[str, ...]
-    call: str = ""
+    call: str
     around: tuple[str, str] = ("", "")
     separator: str | None = None
 
@@ -46,17 +46,6 @@ CALL_FORMATS = {
         call='{"name": "NAME", "arguments": ARGUMENTS}',
         around=("[TOOL_CALLS][", "]"),
         separator=", ",
-    ),
-    "qwen3_coder": CallFormat(
-        {
-            "open_pattern": r"<tool_call>\s{0,9}<function=(?P<name>[^>\n]+)>",
-            "close_pattern": r"</function>\s{0,9}</tool_call>",
-            "repeats": True,
-            "content": "xml-inline",
-            "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"},
-            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
-        },
-        ("<tool_call>", "</tool_call>"),
     ),
 }
 """By vLLM's names of parsers."""
@@ -152,7 +141,7 @@ def _own_reasoning(own: Mapping[str, Any] | None) -> tuple[str, str] | None:
 
 def _calls_of(template: str) -> str:
     if "<tool_call>" in template:
-        return "qwen3_coder" if "<function=" in template else "hermes"
+        return "none" if "<function=" in template else "hermes"  # Qwen3-Coder writes XML in it
     if "[TOOL_CALLS]" in template:
         return "mistral"
     return "llama3_json" if "tool_calls" in template and '"parameters": ' in template else "none"

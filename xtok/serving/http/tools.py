@@ -23,7 +23,7 @@ def format_for(body: Chat, known: Format) -> Format:
     """How a chat's text is written: in the target's own format, unless calls are forced for which that has no grammar. Raises
     `RequestError` for tools beside a response format if a grammar can't tell the target's calls from other JSON.
     """
-    calls = known.calls if known.own is None and known.calls is not None and known.calls.call else None
+    calls = known.calls if known.own is None else None
     if body.forced:
         return known if calls else replace(known, calls=FORCED, own=None)
     if body.offers_tools and body.has_format and not (calls and calls.is_marked):
