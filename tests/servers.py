@@ -12,11 +12,15 @@ from typing import Any
 
 import httpx
 import openai
+import pytest
+import torch
 import uvicorn
-from test_batches import MADE, TREE
+from test_batches import MADE, TREE, WIDE
 from test_engine import LM, PATIENCE, TOKENS
+from transformers import PreTrainedTokenizerFast
+from worlds import fitting, tokenizer
 
-from xtok import Engine, XTokAssisted
+from xtok import Budget, Engine, PromptLookup, XTokAssisted
 from xtok.serving.http.app import app_of
 from xtok.serving.http.command import listening_socket
 from xtok.serving.http.protocol import Limits
@@ -166,3 +170,65 @@ def dechunked(data: bytes) -> str:
         parts.append(body[: int(size, 16)])
         body = body[int(size, 16) + 2 :]
     return b"".join(parts).decode()
+
+
+# targets that call functions
+
+
+TOOLS = tools(weather=CITY, 天気={"type": "object", "properties": {"n": {"$ref": "#/$defs/N"}}, "$defs": {"N": {"const": 7}}})
+CALL = '{"name": "weather", "arguments": {"city": "京都"}}'
+QUESTION: Any = {"model": NAME, "messages": [{"role": "user", "content": "天気は"}], "temperature": 0, "max_tokens": 200}
+CONTROLS = ["[TOOL_CALLS]", "<|says|>", "<|thinks|>", "<|/thinks|>", "<|calls|>", "<|/calls|>", "<|end|>"]
+CHATS = (
+    "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{% for message in messages %}{{ message.role }}:"
+    "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}"
+    "<tool_call>{{ call.function.name }} {{ call.function.arguments.city }}</tool_call>"
+    "{% endfor %}{{ '\\n' }}{% endfor %}assistant:{{ ending }}"
+)
+
+
+def made() -> tuple[Any, PreTrainedTokenizerFast]:
+    """A target whose tokenizer has control tokens to write calls with, and a chat template."""
+    tokens = deepcopy(tokenizer("byte-level BPE"))
+    tokens.add_special_tokens({"additional_special_tokens": CONTROLS})
+    tokens.chat_template = CHATS
+    return fitting(tokens, "Llama", 0, dtype=torch.float32, window=WIDE), tokens
+
+
+CALLING_LM, CALLING_TOKENS = made()
+
+
+class Writes:
+    """A processor by which the target writes one text, and ends."""
+
+    def __init__(self, text: str) -> None:
+        self._ids = CALLING_TOKENS(text, add_special_tokens=False).input_ids
+        self._start: int | None = None
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self._start = ids.shape[1] if self._start is None else self._start
+        written = ids.shape[1] - self._start
+        found = torch.full_like(scores, -torch.inf)
+        found[:, self._ids[written] if written < len(self._ids) else CALLING_TOKENS.eos_token_id] = 0.0
+        return found
+
+
+@pytest.fixture
+def writing(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Sets the text that `CALLING_LM` writes in place of its own."""
+    monkeypatch.setattr(CALLING_LM.generation_config, "repetition_penalty", 2.0)
+    name = "xtok.serving.http.requests.RepetitionPenaltyLogitsProcessor"
+    return lambda text: monkeypatch.setattr(name, lambda _: Writes(text))
+
+
+@pytest.fixture(scope="module")
+def calling_server() -> Iterator[Server]:
+    with serving(XTokAssisted((CALLING_LM, CALLING_TOKENS), PromptLookup(), budget=Budget(8, schedule="constant"))) as one:
+        yield one
+
+
+@pytest.fixture
+def calling_client(calling_server: Server) -> Iterator[openai.OpenAI]:
+    with calling_server.client() as one:
+        yield one

@@ -17,7 +17,7 @@ from worlds import TREE, fitting, mostly_deep, tokenizer
 
 from xtok import Budget, Context, Tree, XTokAssisted, chain
 from xtok.cli.commands import app
-from xtok.serving.http.metrics import Metrics
+from xtok.serving.http.service import Metrics
 
 ROOT = Path(__file__).parents[1]
 QUICK = [("hugging_face", "yes"), ("engine", "one text was cancelled"), ("prompt_lookup", "tokens per forward")]

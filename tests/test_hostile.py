@@ -23,10 +23,10 @@ import psutil
 import pytest
 import torch
 from inside import caches_of, is_empty, memory_of
+from servers import CALLING_TOKENS as TOKENS
 from servers import CITY, Server, dechunked, serving, tools, wait_for
 from test_batches import BYTES, TEXTS, UNRELATED, WIDE
 from test_engine import cache_bytes
-from test_tools import TOKENS
 from worlds import CORPUS, fitting
 
 from xtok import Context, PromptLookup, Ticket, XTokAssisted, chain

@@ -7,15 +7,16 @@ from typing import Any
 
 import openai
 import pytest
-from servers import Server, check_error, serving, wait_for
-from test_tools import CALL, CHATS, LM, TOKENS, TOOLS, client_of_tools, server_of_tools, writes  # noqa: F401  (a fixture)
+from servers import CALL, CHATS, TOOLS, Server, calling_client, calling_server, check_error, serving, wait_for, writing
+from servers import CALLING_LM as LM
+from servers import CALLING_TOKENS as TOKENS
 
 from xtok import XTokAssisted
 from xtok.serving.http.middleware import LOG
 from xtok.serving.http.protocol import Limits, fields_of
 from xtok.serving.http.responses import Responses, chat_of
 
-server, client = server_of_tools, client_of_tools
+server, client, writes = calling_server, calling_client, writing
 FLAT = [{"type": "function", **tool["function"]} for tool in TOOLS]
 ASKED: Any = {"model": "tiny", "input": "天気は", "temperature": 0, "max_output_tokens": 200}
 WRITTEN = f"<think>\n見よう。</think>\n\n待て。<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{CALL}\n</tool_call>"
@@ -53,7 +54,7 @@ def test_a_text_is_that_of_the_same_chat(client: openai.OpenAI, streamed: bool) 
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
-def test_reasoning_text_and_calls_are_items(client: openai.OpenAI, writes: Any, streamed: bool) -> None:  # noqa: F811
+def test_reasoning_text_and_calls_are_items(client: openai.OpenAI, writes: Any, streamed: bool) -> None:
     writes(WRITTEN)
     response = answered(client, streamed, tools=FLAT)
     assert [item.type for item in response.output] == ["reasoning", "message", "function_call", "function_call"]
@@ -65,7 +66,7 @@ def test_reasoning_text_and_calls_are_items(client: openai.OpenAI, writes: Any, 
     assert 0 < response.usage.output_tokens_details.reasoning_tokens < response.usage.output_tokens
 
 
-def test_output_is_input_of_the_next_request(client: openai.OpenAI, writes: Any) -> None:  # noqa: F811
+def test_output_is_input_of_the_next_request(client: openai.OpenAI, writes: Any) -> None:
     writes(WRITTEN)
     first = answered(client, False, tools=FLAT)
     results = [{"type": "function_call_output", "call_id": item.call_id, "output": "晴れ"} for item in first.output[2:]]
@@ -92,7 +93,7 @@ def test_texts_are_held_to_formats_and_calls_are_forced() -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
-def test_a_text_that_fails_is_reported(client: openai.OpenAI, writes: Any, streamed: bool, monkeypatch: Any) -> None:  # noqa: F811
+def test_a_text_that_fails_is_reported(client: openai.OpenAI, writes: Any, streamed: bool, monkeypatch: Any) -> None:
     def fails(self: Any, text: str) -> Any:
         raise RuntimeError("secret")
 
@@ -141,7 +142,7 @@ def test_limits_are_those_of_chats() -> None:
             assert client.responses.create(model="tiny", input="a").usage.output_tokens == 4  # type: ignore[union-attr]
 
 
-def test_a_format_holds_after_the_reasoning(client: openai.OpenAI, writes: Any) -> None:  # noqa: F811
+def test_a_format_holds_after_the_reasoning(client: openai.OpenAI, writes: Any) -> None:
     """Found in reports of other servers' users: the JSON was in the reasoning, and the text empty."""
     writes('見よう。</think>\n\n{"n": 7}')
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
@@ -155,7 +156,7 @@ def test_a_format_holds_after_the_reasoning(client: openai.OpenAI, writes: Any) 
 
 def test_what_agents_send_is_taken_and_what_has_no_effect_is_logged(
     client: openai.OpenAI,
-    writes: Any,  # noqa: F811
+    writes: Any,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Found in reports of other servers' users: agents of OpenAI and others were refused at the first of these."""

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -11,26 +11,25 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from servers import CITY, ROOT, Server, serving, tools
+from servers import CALL, CHATS, QUESTION, ROOT, TOOLS, Server, calling_client, calling_server, held_to, serving, tools, writing
+from servers import CALLING_LM as LM
+from servers import CALLING_TOKENS as TOKENS
 from test_batches import WIDE
 from tokenizers import AddedToken
-from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 from worlds import deep, examples, fitting, in_turns, tokenizer
 
-from xtok import Budget, PromptLookup, XTokAssisted
+from xtok import PromptLookup, XTokAssisted
 from xtok.cli import commands as cli
 from xtok.errors import InvalidInputError, UnsupportedArgumentError
-from xtok.serving.http import requests
-from xtok.serving.http.formats import CALL_FORMATS, Format, Parsers, format_of
+from xtok.serving.http.formats import CALL_FORMATS, Format, Parsers, format_for, format_of
+from xtok.serving.http.grammars import matcher_for
 from xtok.serving.http.protocol import Chat, Limits, RequestError, read
 from xtok.serving.http.reading import Part, Reader, Written
 from xtok.serving.http.requests import submissions_of
-from xtok.serving.http.tools import format_for, matcher_for
 
-TOOLS = tools(weather=CITY, 天気={"type": "object", "properties": {"n": {"$ref": "#/$defs/N"}}, "$defs": {"N": {"const": 7}}})
+server, client, writes = calling_server, calling_client, writing
 THINK = ("<think>", "</think>")
-CALL = '{"name": "weather", "arguments": {"city": "京都"}}'
 NO_JSON = '{"name": "a", "arguments": {"b": NaN}}'
 OWN = {
     "defaults": {"role": "assistant"},
@@ -174,74 +173,6 @@ def test_a_parser_that_is_not_there_is_refused() -> None:
     assert (found.exit_code, found.stderr.count("xtok: --tool-call-parser is 'gpt'")) == (1, 1)
 
 
-CONTROLS = ["[TOOL_CALLS]", "<|says|>", "<|thinks|>", "<|/thinks|>", "<|calls|>", "<|/calls|>", "<|end|>"]
-CHATS = (
-    "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{% for message in messages %}{{ message.role }}:"
-    "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}{{ message.content }}"
-    "{% for call in message.tool_calls or [] %}"
-    "<tool_call>{{ call.function.name }} {{ call.function.arguments.city }}</tool_call>"
-    "{% endfor %}{{ '\\n' }}{% endfor %}assistant:{{ ending }}"
-)
-
-
-def made(template: str = CHATS) -> tuple[Any, PreTrainedTokenizerFast]:
-    """A target whose tokenizer has control tokens to write calls with, and a chat template."""
-    tokens = deepcopy(tokenizer("byte-level BPE"))
-    tokens.add_special_tokens({"additional_special_tokens": CONTROLS})
-    tokens.chat_template = template
-    return fitting(tokens, "Llama", 0, dtype=torch.float32, window=WIDE), tokens
-
-
-LM, TOKENS = made()
-
-
-class Writes:
-    """A processor by which the target writes one text, and ends."""
-
-    def __init__(self, text: str, start: int) -> None:
-        self._ids, self._start = [*TOKENS(text, add_special_tokens=False).input_ids, TOKENS.eos_token_id], start
-
-    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        found = torch.full_like(scores, -torch.inf)
-        found[:, self._ids[min(ids.shape[1] - self._start, len(self._ids) - 1)]] = 0.0
-        return found
-
-
-@pytest.fixture
-def writes(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Sets the text that the target writes in place of its own."""
-    real = requests._processors
-
-    def set_text(text: str) -> None:
-        def processors(body: Any, xt: Any, record: Any, start: int, matcher: Any) -> dict[str, Any]:
-            found = real(body, xt, record, start, matcher)
-            found["logits_processor"].insert(0, Writes(text, start))
-            return found
-
-        monkeypatch.setattr(requests, "_processors", processors)
-
-    return set_text
-
-
-@pytest.fixture(scope="module")
-def server_of_tools() -> Iterator[Server]:
-    """A file of tests that asks for it as `server` says `server = server_of_tools`."""
-    with serving(XTokAssisted((LM, TOKENS), PromptLookup(), budget=Budget(8, schedule="constant"))) as one:
-        yield one
-
-
-@pytest.fixture
-def client_of_tools(server: Server) -> Iterator[openai.OpenAI]:
-    with server.client() as one:
-        yield one
-
-
-server, client = server_of_tools, client_of_tools
-
-
-QUESTION: Any = {"model": "tiny", "messages": [{"role": "user", "content": "天気は"}], "temperature": 0, "max_tokens": 200}
-
-
 def asked(client: openai.OpenAI, streamed: bool, **more: Any) -> tuple[Any, str]:
     """The message of an answer, put together as OpenAI's client does it, and how it ended."""
     if not streamed:
@@ -300,7 +231,7 @@ def test_control_tokens_mark_calls(writes: Any, streamed: bool, name: str) -> No
 @pytest.mark.parametrize("n", [1, 2])
 def test_log_probabilities_of_a_chat_with_calls_are_those_of_all_ids(client: openai.OpenAI, writes: Any, n: int) -> None:
     writes(f"待て<tool_call>{CALL}</tool_call>")
-    count = len(Writes(f"待て<tool_call>{CALL}</tool_call>", 0)._ids)
+    count = len(TOKENS(f"待て<tool_call>{CALL}</tool_call>", add_special_tokens=False).input_ids) + 1  # the end of text
     whole = client.chat.completions.create(**QUESTION, tools=TOOLS, logprobs=True, n=n)
     chunks = list(client.chat.completions.create(**QUESTION, tools=TOOLS, logprobs=True, n=n, stream=True))
     for choice in whole.choices:
@@ -383,7 +314,7 @@ def test_a_message_needs_content_or_calls(client: openai.OpenAI) -> None:
 
 
 SCHEMA = {"type": "object", "properties": {"n": {"enum": [7, 8]}}, "required": ["n"], "additionalProperties": False}
-HELD: Any = {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}}
+HELD = held_to(SCHEMA)
 OPENED: Any = {"extra_body": {"chat_template_kwargs": {"ending": "<think>\n"}}}
 
 

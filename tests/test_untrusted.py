@@ -70,7 +70,7 @@ def test_no_code_that_comes_with_a_model_is_ever_trusted() -> None:
     assert seen >= 4
 
 
-STARTING = ("server.py", "compiling.py", "fetch.py")
+STARTING = ("server.py", "grammars.py", "fetch.py")
 """What starts processes: servers to measure them, llguidance to end it in time, pip to download a wheel, which isn't run."""
 
 

@@ -1,8 +1,12 @@
-"""Other forms of a chat that say the same, for chat templates that refuse it as it is."""
+"""Chats as the target's chat template reads them: messages, arguments, and other forms of what it refuses."""
 
+import re
 from collections.abc import Callable, Iterator
-from json import dumps
+from json import dumps, loads
 from typing import Any
+
+from xtok.assisted import XTokAssisted
+from xtok.serving.http.protocol import Chat, Completion, RequestError
 
 Messages = list[dict[str, Any]]
 
@@ -62,3 +66,89 @@ def _without_reasoning(chat: Messages) -> Messages:
         {name: value for name, value in message.items() if name != "reasoning_content" or "tool_calls" not in message}
         for message in chat
     ]
+
+
+def _source(xt: XTokAssisted) -> str:
+    """The text of the target's chat template."""
+    return str(getattr(xt.tokenizer, "chat_template", None) or "")
+
+
+def joined(content: Any, field: str) -> str:
+    """A text; the parts of a list are joined. Raises `RequestError`."""
+    text = "".join(_part(part, field) for part in content) if isinstance(content, list) else content
+    if not isinstance(text, str):
+        raise RequestError("content must be a text, or a list of parts of text.", field)
+    return text
+
+
+def messages_of(body: Chat, xt: XTokAssisted) -> Messages:
+    """The messages as chat templates read them: text parts are joined, and arguments of calls parsed. Raises `RequestError`."""
+    knows_developers = re.search("""['"]developer['"]""", _source(xt)) is not None
+    return [_message(message, f"messages.{number}", knows_developers) for number, message in enumerate(body.messages)]
+
+
+def _message(given: dict[str, Any], field: str, knows_developers: bool) -> dict[str, Any]:
+    message = {name: value for name, value in given.items() if value is not None and (name, value) != ("tool_calls", [])}
+    if message.get("role") != "assistant" and not {"content", "tool_calls"} & message.keys():
+        raise RequestError("A message needs content, or tool_calls.", f"{field}.content")
+    if message.get("role") == "developer" and not knows_developers:
+        message["role"] = "system"
+    message["content"] = joined(message.get("content", ""), f"{field}.content")
+    if "tool_calls" in message:
+        calls = message["tool_calls"]
+        if not isinstance(calls, list):
+            raise RequestError("tool_calls must be a list of calls of functions.", f"{field}.tool_calls")
+        message["tool_calls"] = [_call(call, f"{field}.tool_calls.{index}") for index, call in enumerate(calls)]
+    return message
+
+
+def _part(part: Any, field: str) -> str:
+    text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+    if not isinstance(text, str):
+        raise RequestError('Only text parts are supported: {"type": "text", "text": "…"}.', field)
+    return text
+
+
+def _call(call: Any, field: str) -> dict[str, Any]:
+    """A call as chat templates read it, with its arguments parsed: {} for none. What isn't JSON stays a text, since models may
+    write that, and clients send it back. Raises `RequestError`.
+    """
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RequestError(
+            f'{field} must be a call of a function: {{"type": "function", "function": {{"name": …, "arguments": …}}}}.', field
+        )
+    given = function.get("arguments", "")
+    if not isinstance(given, str | dict | None):
+        raise RequestError(f"{field}, which calls {function['name']!r}, must have arguments in a text of JSON.", field)
+    arguments: Any = given or {}
+    if isinstance(given, str):
+        try:
+            arguments = loads(given) if given.strip() else {}
+            dumps(arguments, ensure_ascii=False).encode()  # half a character can't be
+        except (RecursionError, ValueError):
+            arguments = given
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def template_arguments(body: Completion | Chat, xt: XTokAssisted) -> dict[str, Any]:
+    """The arguments of the chat template."""
+    if not isinstance(body, Chat):
+        return {}
+    tools = {} if body.tool_choice == "none" or not body.tools else {"tools": body.tools}
+    effort = {} if body.reasoning_effort is None else _effort(body.reasoning_effort, xt)
+    return {**effort, **(body.chat_template_kwargs or {}), **tools}
+
+
+def _effort(effort: str, xt: XTokAssisted) -> dict[str, Any]:
+    """The argument of the chat template that sets how much to reason; none if it has no such argument."""
+    source = _source(xt)
+    if "reasoning_effort" in source:
+        return {"reasoning_effort": effort}
+    return {"enable_thinking": effort != "none"} if "enable_thinking" in source else {}
+
+
+def ignored(body: Completion | Chat, xt: XTokAssisted) -> list[str]:
+    """The names of fields that have no effect on the texts of this target, though clients may expect one."""
+    effort = isinstance(body, Chat) and body.reasoning_effort is not None and not _effort(body.reasoning_effort, xt)
+    return [*body.ignored, *(["reasoning_effort"] if effort else [])]

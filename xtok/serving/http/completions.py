@@ -1,12 +1,12 @@
 """Completions and chats: from a checked request to OpenAI's answer, whole or as a stream."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from functools import partial
-from json import dumps
+from math import inf
 from time import perf_counter, time
-from typing import Any
+from typing import Any, NamedTuple
 
 from anyio import to_thread
 from fastapi import Request
@@ -14,17 +14,19 @@ from fastapi.responses import JSONResponse, Response
 from sse_starlette.sse import EventSourceResponse
 from starlette.concurrency import run_in_threadpool
 
+from xtok.align.text import utf8_decoder
 from xtok.align.tokenbytes import TokenBytes
 from xtok.assisted import XTokAssisted
 from xtok.errors import EngineClosedError, EngineFullError
 from xtok.results.generation import Generation
 from xtok.serving.engine import Engine
-from xtok.serving.http.events import Event, events
+from xtok.serving.http.chats import ignored
 from xtok.serving.http.middleware import context_of, failure, unless_disconnected
+from xtok.serving.http.objects import Answer, delta_of, sse_data, timings, token_text, usage
 from xtok.serving.http.processors import Picked
 from xtok.serving.http.protocol import Chat, Completion, RequestError
-from xtok.serving.http.reading import Part, Written
-from xtok.serving.http.requests import Submission, ignored, submissions_of
+from xtok.serving.http.reading import Follower, Part, Written
+from xtok.serving.http.requests import Submission, submissions_of
 from xtok.serving.http.service import LATER, Service, full
 from xtok.serving.ticket import Ticket
 
@@ -62,6 +64,80 @@ def _submit(engine: Engine, submissions: Sequence[Submission], tickets: list[Tic
         raise RequestError("The server is stopping.", status=503, kind="server_error", headers=LATER) from error
     except ValueError as error:
         raise RequestError(str(error)) from error
+
+
+class Event(NamedTuple):
+    """A further piece of text number `choice`: its `parts`, the ids `picked` for it if recorded; at the end, the generation."""
+
+    choice: int
+    parts: list[Part]
+    picked: list[Picked]
+    ended: Generation | None = None
+
+
+class _Shown:
+    """Gives what was picked together with the text that it decodes to."""
+
+    def __init__(self, picked: list[Picked], view: TokenBytes | Follower, start: int) -> None:
+        """`start`: how many characters come before the text."""
+        self._picked, self._view, self._decoder = picked, view, utf8_decoder()
+        self._sent, self._size, self._characters = 0, 0, start
+
+    def until(self, size: float) -> list[Picked]:
+        """The picks that begin within the first `size` bytes and weren't returned yet."""
+        found = []
+        while self._sent < len(self._picked) and self._size < size:
+            one = self._picked[self._sent]
+            data = self._view[one.id] or b""
+            found.append(one._replace(offset=self._characters))
+            self._sent, self._size = self._sent + 1, self._size + len(data)
+            self._characters += len(self._decoder.decode(data))
+        return found
+
+
+async def events(submissions: Sequence[Submission], tickets: Sequence[Ticket], view: TokenBytes) -> AsyncGenerator[Event, None]:
+    """Yield the events of all texts. `view`: the bytes of the target's ids. Raises the error that ended one of them."""
+    queue: asyncio.Queue[Event | Exception] = asyncio.Queue()
+
+    async def follow(choice: int) -> None:
+        try:
+            async for event in _events(choice, submissions[choice], tickets[choice], view):
+                queue.put_nowait(event)
+        except Exception as error:
+            queue.put_nowait(error)
+
+    tasks = [asyncio.create_task(follow(choice)) for choice in range(len(submissions))]
+    left = len(tasks)
+    try:
+        while left:
+            event = await queue.get()
+            if isinstance(event, Exception):
+                raise event
+            left -= event.ended is not None
+            yield event
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _events(choice: int, one: Submission, ticket: Ticket, view: TokenBytes) -> AsyncIterator[Event]:
+    """Yield the events of one text. A pick is recorded with the one after it, so if picks are, a piece waits for the next."""
+    record, reader, follower = one.record, one.reader, one.follower
+    late, late_size, before = list[Part](), 0, "" if one.echo is None else one.echo.text
+    shown = _Shown([] if record is None else record.picked, follower or view, len(before))
+    pieces: Any = aiter(ticket)
+    async with aclosing(pieces):
+        async for piece in pieces:
+            parts, size = (reader.read(piece), reader.size) if follower is None else follower.parts()
+            if record is not None:
+                (late, late_size), (parts, size) = (parts, size), (late, late_size)
+            if parts:
+                yield Event(choice, parts, shown.until(size))
+    ended = ticket.result()
+    if record is not None:
+        record.end(ended.token_ids[-1])
+    late += [] if follower is None else follower.end()
+    yield Event(choice, [*late, *reader.end()], shown.until(reader.size if reader.stopped else inf), ended)
 
 
 class PendingAnswer:
@@ -197,136 +273,3 @@ class PendingAnswer:
         assert self._first is not None and self._done is not None
         until_first, generating = self._first - self._context.start, self._done - self._first
         return timings(self.read, list(self._ended.values()), until_first, generating)
-
-
-def sse_data(event: dict[str, Any]) -> str:
-    """JSON in one line, even for clients that take any Unicode line separator for the end of a line."""
-    text = dumps(event, ensure_ascii=False)
-    return text.replace("\x85", "\\u0085").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The objects that answer one request. `text_of`: a token's text and its bytes."""
-
-    id: str
-    model: str
-    created: int
-    chat: bool
-    text_of: Callable[[int], tuple[str, bytes]]
-
-    def body(self, choices: list[dict[str, Any]], *, is_chunk: bool = False, **more: Any) -> dict[str, Any]:
-        """A whole answer, or a chunk of a stream."""
-        kind = f"chat.completion{'.chunk' if is_chunk else ''}" if self.chat else "text_completion"
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices, **more}
-
-    def choice(self, index: int, written: Written, picked: list[Picked] | None, finish_reason: str) -> dict[str, Any]:
-        """A whole text. `picked` is None if nothing is recorded."""
-        content = {"message": _message(written)} if self.chat else {"text": written.text("content")}
-        return {"index": index, **content, "logprobs": self._logprobs(picked), "finish_reason": finish_reason}
-
-    def delta(
-        self, index: int, delta: dict[str, Any], picked: list[Picked] | None = None, finish_reason: str | None = None
-    ) -> dict[str, Any]:
-        content = {"delta": delta} if self.chat else {"text": delta.get("content", "")}
-        return {"index": index, **content, "logprobs": self._logprobs(picked), "finish_reason": finish_reason}
-
-    def _logprobs(self, picked: list[Picked] | None) -> dict[str, Any] | None:
-        if picked is None:
-            return None
-        if self.chat:
-            content = [
-                {**self._entry(one.id, one.logprob), "top_logprobs": [self._entry(*pair) for pair in one.top or ()]}
-                for one in picked
-            ]
-            return {"content": content, "refusal": None}
-        return {
-            "tokens": [self.text_of(one.id)[0] for one in picked],
-            "token_logprobs": [one.logprob for one in picked],
-            "top_logprobs": [
-                None if one.top is None else {self.text_of(token)[0]: logprob for token, logprob in one.top} for one in picked
-            ],
-            "text_offset": [one.offset for one in picked],
-        }
-
-    def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
-        text, data = self.text_of(token)
-        return {"token": text, "logprob": logprob, "bytes": list(data)}
-
-
-def _message(written: Written) -> dict[str, Any]:
-    content, reasoning = written.text("content"), written.text("reasoning")
-    calls = [call_of(part) for part in written.calls]
-    message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
-    return message | ({"reasoning_content": reasoning} if reasoning else {}) | ({"tool_calls": calls} if calls else {})
-
-
-def delta_of(part: Part, calls: int) -> dict[str, Any]:
-    """What a chunk of a chat says. `calls`: how many there were before."""
-    if part.kind == "call":
-        return {"tool_calls": [{"index": calls, **call_of(part)}]}
-    return {"content" if part.kind == "content" else "reasoning_content": part.text}
-
-
-def call_of(part: Part) -> dict[str, Any]:
-    return {"id": part.id, "type": "function", "function": {"name": part.name, "arguments": part.text}}
-
-
-def token_text(view: TokenBytes, tokenizer: Any) -> Callable[[int], tuple[str, bytes]]:
-    r"""Gives a token's text and bytes. Bytes that are no whole characters are written `bytes:\xe3\x81`, as by OpenAI."""
-
-    def text_of(token: int) -> tuple[str, bytes]:
-        data = view[token]
-        if data is None:
-            return str(tokenizer.convert_ids_to_tokens(token)), b""
-        try:
-            return data.decode(), data
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data), data
-
-    return text_of
-
-
-def usage(submissions: Sequence[Submission], ended: Sequence[Generation], n: int) -> dict[str, Any]:
-    """OpenAI's `usage`: tokens of the prompts, each prompt counted once, and of the texts; cached prompt tokens; and accepted
-    and rejected prediction tokens.
-    """
-    read, written = sum(len(one.prompt.ids) for one in submissions[::n]), sum(len(one.token_ids) for one in ended)
-    kept = {"cached_tokens": sum(one.stats.cached_tokens for one in ended[::n])}
-    counts = {
-        "prompt_tokens": read,
-        "completion_tokens": written,
-        "total_tokens": read + written,
-        "prompt_tokens_details": kept,
-    }
-    if not submissions[0].arguments.get("prediction"):
-        return counts
-    accepted, guessed = (sum(column) for column in zip((0, 0), *map(_prediction_counts, ended), strict=True))
-    details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": guessed - accepted}
-    return {**counts, "completion_tokens_details": details}
-
-
-def _prediction_counts(one: Generation) -> tuple[int, int]:
-    """How many guessed ids of the prediction, which is the last draft, were right, and how many there were."""
-    last = len(one.drafts) - 1
-    guessed = sum(each.drafts.count(last) for each in one.rounds)
-    return sum(each.drafts[node] == last for each in one.rounds for node in each.right), guessed
-
-
-def timings(read: int, ended: Sequence[Generation], until_first: float, generating: float) -> dict[str, float]:
-    """Timings under the names of llama.cpp's server. `read`: how many prompt ids. `until_first`: seconds to the first text."""
-    return {
-        **_timing("prompt", read, until_first),
-        **_timing("predicted", sum(len(one.token_ids) for one in ended), generating),
-        "draft_n": sum(one.stats.proposed for one in ended),
-        "draft_n_accepted": sum(one.stats.accepted for one in ended),
-    }
-
-
-def _timing(name: str, count: int, seconds: float) -> dict[str, float]:
-    return {
-        f"{name}_n": count,
-        f"{name}_ms": seconds * 1000,
-        f"{name}_per_token_ms": seconds * 1000 / count if count else 0.0,
-        f"{name}_per_second": count / seconds if seconds else 0.0,
-    }

@@ -1,10 +1,17 @@
-"""How models write reasoning and tool calls, as response templates, by which transformers parses texts."""
+"""How models write reasoning and tool calls: response templates, by which transformers parses texts, and who reads a chat's."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from xtok.assisted import XTokAssisted
 from xtok.errors import InvalidInputError
+from xtok.models.cache import end_ids
+from xtok.serving.http.protocol import Chat, RequestError
+from xtok.serving.http.reading import REASONING, Follower, Reader
+
+_ENDING = 16
+"""How many ids at the end of a prompt may open its answer's reasoning."""
 
 
 class CallFormat(NamedTuple):
@@ -49,8 +56,6 @@ CALL_FORMATS = {
     ),
 }
 """By vLLM's names of parsers."""
-REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Names that response templates have for the field with the reasoning."""
 FORCED = CallFormat({"open_pattern": r"(?=\{)", **_JSON}, (), call=CALL_FORMATS["llama3_json"].call)
 """How forced calls are written if there is no grammar for the target's own format."""
 REASONING_FORMATS = {
@@ -149,3 +154,46 @@ def _calls_of(template: str) -> str:
 
 def _reasoning_of(template: str) -> str:
     return next((name for name in ("qwen3", "mistral") if REASONING_FORMATS[name][0] in template), "none")
+
+
+def format_for(body: Chat, known: Format) -> Format:
+    """How a chat's text is written: in the target's own format, unless calls are forced for which that has no grammar. Raises
+    `RequestError` for tools beside a response format if a grammar can't tell the target's calls from other JSON.
+    """
+    calls = known.calls if known.own is None else None
+    if body.forced:
+        return known if calls else replace(known, calls=FORCED, own=None)
+    if body.offers_tools and body.has_format and not (calls and calls.is_marked):
+        raise RequestError(
+            "This target's calls of tools can't be told from other JSON, so response_format can't be combined with tools. "
+            'Leave one of them out, or set tool_choice to "none".',
+            "response_format",
+        )
+    return known
+
+
+def ending_of(xt: XTokAssisted, ids: Sequence[int]) -> str:
+    """The last text of a prompt, with control tokens written out."""
+    return str(xt.tokenizer.decode(ids[-_ENDING:]))
+
+
+def reader_of(body: Chat, known: Format, xt: XTokAssisted, ids: Sequence[int]) -> tuple[Reader, Follower | None]:
+    """What parses one text of a chat, and what follows its ids for that, unless all is content. `ids`: the prompt's."""
+    template = known.template(body.offers_tools)
+    if template is None:
+        return Reader(stops=body.stops), None
+    prompt = str(xt.tokenizer.decode(ids)) if known.own is not None else ending_of(xt, ids)
+    most = 1 if body.parallel_tool_calls is False else None
+    reader = Reader(template, known.prefix(prompt), body.tools or (), most, body.stops)
+    ends = set(end_ids(xt.model))
+    names = {
+        token: name.encode()
+        for name, token in added_ids(xt).items()
+        if xt.target.vocabulary.view[token] is None and token not in ends and (known.own is not None or name in known.markers)
+    }
+    return reader, Follower(reader, xt.target.vocabulary.view, names, len(ids))
+
+
+def added_ids(xt: XTokAssisted) -> dict[str, int]:
+    """The ids of added tokens, control tokens among them, by their names."""
+    return {entry.content: token for token, entry in xt.tokenizer.added_tokens_decoder.items()}

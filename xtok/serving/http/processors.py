@@ -1,11 +1,8 @@
-"""Log-probabilities, penalties and grammars: what OpenAI's API needs and transformers lacks."""
+"""Log-probabilities and penalties: what OpenAI's API needs and transformers lacks."""
 
 from collections.abc import Sequence
-from functools import lru_cache
-from json import dumps
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -13,13 +10,9 @@ from transformers import PreTrainedModel
 from xtok.models.cache import new_cache
 from xtok.models.modes import within
 from xtok.models.recurrent import cached_model
-from xtok.sampling.grammar import GrammarError, allowed_ids, in_one_line
-from xtok.serving.http.compiling import check_compiles
 
 _CHUNK = 256
 """How many ids of a prompt are forwarded at once if all of their logits are needed."""
-_TRIED = 8
-"""How many ids are tried to see whether llguidance can follow a grammar."""
 
 
 class Picked(NamedTuple):
@@ -91,44 +84,3 @@ class Penalties:
         """`ids`: (1, length). `scores`: (1, vocabulary)."""
         counts = torch.bincount(ids[0, self._start :], minlength=scores.shape[-1])
         return scores - counts * self._frequency - (counts > 0) * self._presence
-
-
-def matcher_of(tokenizer: Any, end: int | None, grammar: str, plain: str, schemas: Sequence[Any]) -> Any:
-    """The matcher of llguidance for a grammar in Lark, at the beginning of a text. Each text needs its own `deep_copy`.
-    `plain`: the same grammar without ids of control tokens, which is compiled to see whether it can be.
-
-    Raises `ValueError` for a tokenizer that llguidance can't read, and for a grammar that can't be followed. llguidance finds
-    some faults, such as a reference to itself, only while it follows ids, so a few are tried for each of `schemas`, those in
-    the grammar: the first allowed one each time.
-    """
-    from llguidance import LLMatcher
-
-    read = _read_by_llguidance(tokenizer, end)
-    _check(LLMatcher.grammar_from_lark(plain))
-    for schema in schemas:
-        _try(LLMatcher(read, LLMatcher.grammar_from_json_schema(dumps(schema))))
-    return LLMatcher(read, LLMatcher.grammar_from_lark(grammar))
-
-
-def _check(grammar: str) -> None:
-    try:
-        check_compiles(grammar)
-    except ValueError as error:
-        raise GrammarError(in_one_line(str(error))) from None
-
-
-def _try(matcher: Any) -> None:
-    """Raises `GrammarError` if a grammar can't be followed for a few ids."""
-    for _ in range(_TRIED):
-        allowed = np.flatnonzero(allowed_ids(matcher))
-        if matcher.is_stopped() or not len(allowed):
-            break
-        matcher.consume_token(int(allowed[0]))
-
-
-@lru_cache(maxsize=8)
-def _read_by_llguidance(tokenizer: Any, end: int | None) -> Any:
-    """The tokenizer as llguidance reads it, which takes a second for a vocabulary of real size."""
-    from llguidance import hf
-
-    return hf.from_tokenizer(tokenizer, eos_token=end)

@@ -2,13 +2,13 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from itertools import groupby
 from json import JSONDecoder, dumps
 from queue import SimpleQueue
 from typing import Any, Literal, NamedTuple
 from uuid import uuid4
 
+import regex  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 from transformers import StoppingCriteria
@@ -17,9 +17,10 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 
 from xtok.align.text import utf8_decoder
 from xtok.align.tokenbytes import TokenBytes
-from xtok.serving.http.formats import REASONING
 
 _CALLS = "tool_calls"
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Names that response templates have for the field with the reasoning."""
 _NAMED = re.compile(r"([\w.-]+)\s*(?:\[CALL_ID\]\w+\s*)?(?:\[ARGS\]\s*)?(?=\{)")
 """A name before the arguments, as newer models of Mistral write a call."""
 _PIECES = re.compile(r"[^<>\[\]{}|/]+|.", re.DOTALL)
@@ -56,57 +57,35 @@ class Written:
 
 
 class Cut:
-    """Ends a text before the first stop string in it, in time linear in the text's length. `held`: text that isn't returned
-    yet, because it may begin a stop string; once one is `found`, that and the rest of its piece.
+    """Ends a text before the first stop string in it. `held`: text that isn't returned yet, because it may begin a stop string;
+    once one is `found`, that and the rest of its piece.
     """
 
     def __init__(self, stops: Sequence[str] = ()) -> None:
-        self._stops = [(stop, borders(stop)) for stop in stops]
-        self._matched = [0] * len(self._stops)
+        self._stops = stops
+        self._begins: Any = regex.compile("|".join(map(regex.escape, stops))) if stops else None
         self.held, self.found = "", False
 
     def add(self, piece: str) -> str:
         """Add a piece of the text. Returns what can't be part of a stop string any more."""
         if self.found or not self._stops:
             return "" if self.found else piece
-        self.held += piece
-        kept = len(self.held)
-        for end, character in enumerate(piece, start=kept - len(piece) + 1):
-            self._matched = [
-                _advanced(*stop, matched, character) for stop, matched in zip(self._stops, self._matched, strict=True)
-            ]
-            complete = [matched for (stop, _), matched in zip(self._stops, self._matched, strict=True) if matched == len(stop)]
-            if complete:
-                self.found, kept = True, end - max(complete)
-                break
-        if not self.found:
-            kept -= max(self._matched)
-        passed, self.held = self.held[:kept], self.held[kept:]
+        passed = ""
+        for position, character in enumerate(piece, start=1):
+            self.held += character
+            if complete := [len(stop) for stop in self._stops if self.held.endswith(stop)]:
+                self.found, kept = True, len(self.held) - max(complete)
+                return passed + self._pass(kept, piece[position:])
+            passed += self._pass(self._begins.search(self.held, partial=True).start())
+        return passed
+
+    def _pass(self, kept: int, rest: str = "") -> str:
+        passed, self.held = self.held[:kept], self.held[kept:] + rest
         return passed
 
     def flush(self) -> str:
         """Returns what is held back, since the text has ended. What is added later can't complete a stop string with it."""
-        if self.found:
-            return ""
-        passed, self.held = self.held, ""
-        self._matched = [0] * len(self._stops)
-        return passed
-
-
-def _advanced(stop: str, borders: Sequence[int], matched: int, character: str) -> int:
-    """How many characters of a stop string the text ends with after `character`, if it ended with `matched` before."""
-    while matched and stop[matched] != character:
-        matched = borders[matched]
-    return matched + (stop[matched] == character)
-
-
-@lru_cache(maxsize=64)
-def borders(stop: str) -> list[int]:
-    """How many characters of a stop end each of its beginnings, itself not counted (Knuth, Morris and Pratt 1977)."""
-    found = [0, 0]
-    for character in stop[1:]:
-        found.append(_advanced(stop, found, found[-1], character))
-    return found
+        return "" if self.found else self._pass(len(self.held))
 
 
 class Reader:

@@ -1,9 +1,7 @@
 """A checked request as arguments of `Engine.submit`."""
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from json import dumps, loads
 from typing import Any, NamedTuple
 
 import torch
@@ -19,12 +17,12 @@ from xtok.models.cache import context_window, vocabulary_size
 from xtok.models.probe import traits
 from xtok.models.prompts import KnownPrompt, Prompt, is_chat, is_several, prompt_ids
 from xtok.sampling.grammar import Grammar
-from xtok.serving.http.chats import other_forms
-from xtok.serving.http.formats import AUTO, Format, Parsers, format_of
+from xtok.serving.http.chats import joined, messages_of, other_forms, template_arguments
+from xtok.serving.http.formats import AUTO, Format, Parsers, format_for, format_of, reader_of
+from xtok.serving.http.grammars import matcher_for
 from xtok.serving.http.processors import Penalties, Picked, Record, prompt_picks
 from xtok.serving.http.protocol import MOST, Body, Chat, Completion, Limits, RequestError
 from xtok.serving.http.reading import Follower, Reader
-from xtok.serving.http.tools import format_for, matcher_for, reader_of
 
 COMPLETION_TOKENS = 16
 """The default number of new tokens of a completion, as in OpenAI's API."""
@@ -57,8 +55,8 @@ class Submission:
 def submissions_of(body: Completion | Chat, xt: XTokAssisted, limits: Limits, parsers: Parsers = AUTO) -> list[Submission]:
     """The sequences of a request: `n` for each prompt, in order, number i with `seed` + i. Raises `RequestError`."""
     known = format_for(body, format_of(xt.tokenizer, parsers)) if isinstance(body, Chat) else Format()
-    template, matcher = _template(body, xt), None
-    predicted = "" if body.prediction is None else _joined(body.prediction.content, "prediction")
+    template, matcher = template_arguments(body, xt), None
+    predicted = "" if body.prediction is None else joined(body.prediction.content, "prediction")
     same = _sampling(body)
     if template:
         same["chat_template_kwargs"] = template
@@ -103,12 +101,6 @@ def _echo(body: Completion | Chat, prompt: KnownPrompt, xt: XTokAssisted) -> Ech
     return Echo(text, picked)
 
 
-def ignored(body: Completion | Chat, xt: XTokAssisted) -> list[str]:
-    """The names of fields that have no effect on the texts of this target, though clients may expect one."""
-    effort = isinstance(body, Chat) and body.reasoning_effort is not None and not _effort(body.reasoning_effort, xt)
-    return [*body.ignored, *(["reasoning_effort"] if effort else [])]
-
-
 def _read(prompt: Prompt, template: dict[str, Any], xt: XTokAssisted, field: str) -> KnownPrompt:
     """A prompt with its ids. A chat that the template refuses is tried in other forms. Raises `RequestError`."""
     _check_size(prompt, template, xt, field)
@@ -126,7 +118,7 @@ def _read(prompt: Prompt, template: dict[str, Any], xt: XTokAssisted, field: str
 
 def _prompts(body: Completion | Chat, xt: XTokAssisted) -> list[Prompt]:
     if isinstance(body, Chat):
-        return [[_message(message, number, _source(xt)) for number, message in enumerate(body.messages)]]
+        return [messages_of(body, xt)]
     given = body.prompt
     prompts: list[Any] = list(given) if given and is_several(given) else [given]
     return prompts
@@ -141,11 +133,6 @@ def _check_count(body: Body, prompts: int) -> None:
         )
     if body.return_trace and texts > 1:
         raise RequestError("return_trace is for one text. Give one prompt, and leave n out.", "return_trace")
-
-
-def _source(xt: XTokAssisted) -> str:
-    """The text of the target's chat template."""
-    return str(getattr(xt.tokenizer, "chat_template", None) or "")
 
 
 def _check_size(prompt: Prompt, template: dict[str, Any], xt: XTokAssisted, field: str) -> None:
@@ -171,79 +158,6 @@ def _sizes(given: Any) -> Iterator[int]:
             yield len(one.encode(errors="surrogatepass"))
         elif isinstance(one, list | dict):
             left += one.values() if isinstance(one, dict) else one
-
-
-def _joined(content: Any, field: str) -> str:
-    """A text; the parts of a list are joined. Raises `RequestError`."""
-    text = "".join(_part(part, field) for part in content) if isinstance(content, list) else content
-    if not isinstance(text, str):
-        raise RequestError("content must be a text, or a list of parts of text.", field)
-    return text
-
-
-def _message(given: dict[str, Any], number: int, source: str) -> dict[str, Any]:
-    """A message as chat templates read it: text parts are joined, and arguments of calls parsed. `source`: the template's text.
-    Raises `RequestError`.
-    """
-    field = f"messages.{number}"
-    message = {name: value for name, value in given.items() if value is not None and (name, value) != ("tool_calls", [])}
-    if message.get("role") != "assistant" and not {"content", "tool_calls"} & message.keys():
-        raise RequestError("A message needs content, or tool_calls.", f"{field}.content")
-    if message.get("role") == "developer" and not re.search("""['"]developer['"]""", source):
-        message["role"] = "system"
-    message["content"] = _joined(message.get("content", ""), f"{field}.content")
-    if "tool_calls" in message:
-        calls = message["tool_calls"]
-        if not isinstance(calls, list):
-            raise RequestError("tool_calls must be a list of calls of functions.", f"{field}.tool_calls")
-        message["tool_calls"] = [_call(call, f"{field}.tool_calls.{index}") for index, call in enumerate(calls)]
-    return message
-
-
-def _part(part: Any, field: str) -> str:
-    text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-    if not isinstance(text, str):
-        raise RequestError('Only text parts are supported: {"type": "text", "text": "…"}.', field)
-    return text
-
-
-def _call(call: Any, field: str) -> dict[str, Any]:
-    """A call as chat templates read it, with its arguments parsed: {} for none. What isn't JSON stays a text, since models may
-    write that, and clients send it back. Raises `RequestError`.
-    """
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise RequestError(
-            f'{field} must be a call of a function: {{"type": "function", "function": {{"name": …, "arguments": …}}}}.', field
-        )
-    given = function.get("arguments", "")
-    if not isinstance(given, str | dict | None):
-        raise RequestError(f"{field}, which calls {function['name']!r}, must have arguments in a text of JSON.", field)
-    arguments: Any = given or {}
-    if isinstance(given, str):
-        try:
-            arguments = loads(given) if given.strip() else {}
-            dumps(arguments, ensure_ascii=False).encode()  # half a character can't be
-        except (RecursionError, ValueError):
-            arguments = given
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _template(body: Completion | Chat, xt: XTokAssisted) -> dict[str, Any]:
-    """The arguments of the chat template."""
-    if not isinstance(body, Chat):
-        return {}
-    tools = {} if body.tool_choice == "none" or not body.tools else {"tools": body.tools}
-    effort = {} if body.reasoning_effort is None else _effort(body.reasoning_effort, xt)
-    return {**effort, **(body.chat_template_kwargs or {}), **tools}
-
-
-def _effort(effort: str, xt: XTokAssisted) -> dict[str, Any]:
-    """The argument of the chat template that sets how much to reason; none if it has no such argument."""
-    source = _source(xt)
-    if "reasoning_effort" in source:
-        return {"reasoning_effort": effort}
-    return {"enable_thinking": effort != "none"} if "enable_thinking" in source else {}
 
 
 def _sampling(body: Body) -> dict[str, Any]:

@@ -4,7 +4,7 @@ Nothing is kept between requests.
 """
 
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing
 from itertools import count
 from time import time
@@ -15,8 +15,9 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import AfterValidator, Field
 from sse_starlette.sse import EventSourceResponse
 
-from xtok.serving.http.completions import PendingAnswer, sse_data, started
+from xtok.serving.http.completions import PendingAnswer, started
 from xtok.serving.http.middleware import context_of, failure, unless_disconnected
+from xtok.serving.http.objects import sse_data
 from xtok.serving.http.protocol import Chat, Fields, FunctionName, Items, RequestError, Schema, StreamOptions, read
 from xtok.serving.http.reading import Part
 from xtok.serving.http.service import Service
@@ -217,41 +218,42 @@ class _Answer:
         self._name, self._created = service.name, int(time())
         self._items: list[dict[str, Any]] = []
         self._number = count()
+        self._response = self._object("in_progress")
 
     async def whole(self) -> dict[str, Any]:
         """OpenAI's response object. Raises `RequestError` if the text fails."""
-        reason = ""
         try:
-            async with aclosing(self._pending.events()) as found:
-                async for event in found:
-                    for part in event.parts:
-                        list(self._added(part))
-                    reason = event.ended.finish_reason if event.ended is not None else reason
+            async with aclosing(self._events()) as found:
+                async for _ in found:
+                    pass
         except Exception as error:
             raise as_named_here(failure(self._context, error)) from error
-        list(self._done("incomplete" if reason == "length" else "completed"))
-        return self._ended(reason)
+        return self._response
 
     async def streamed(self) -> AsyncIterator[dict[str, str]]:
         """OpenAI's events, to the last."""
-        response = self._object("in_progress")
         try:
-            for kind in ("created", "in_progress"):
-                yield self._event(kind, response=response)
-            async with aclosing(self._pending.events()) as found:
+            async with aclosing(self._events()) as found:
                 async for event in found:
-                    for part in event.parts:
-                        for one in self._added(part):
-                            yield one
-                    if event.ended is not None:
-                        response = self._ended(event.ended.finish_reason)
-                        for one in self._done(response["status"]):
-                            yield one
-                        yield self._event(response["status"], response=response)
+                    yield event
         except Exception as error:
-            message = failure(self._context, error).body["error"]["message"]
-            fault = {"code": "server_error", "message": message}
+            fault = {"code": "server_error", "message": str(failure(self._context, error))}
             yield self._event("failed", response={**self._object("failed"), "error": fault})
+
+    async def _events(self) -> AsyncGenerator[dict[str, str], None]:
+        for kind in ("created", "in_progress"):
+            yield self._event(kind, response=self._response)
+        async with aclosing(self._pending.events()) as found:
+            async for event in found:
+                for part in event.parts:
+                    for one in self._added(part):
+                        yield one
+                if event.ended is not None:
+                    is_cut = event.ended.finish_reason == "length"
+                    for one in self._done("incomplete" if is_cut else "completed"):
+                        yield one
+                    self._response = self._ended(is_cut)
+                    yield self._event(self._response["status"], response=self._response)
 
     def _event(self, kind: str, **fields: Any) -> dict[str, str]:
         event = {"type": f"response.{kind}", "sequence_number": next(self._number), **fields}
@@ -305,9 +307,8 @@ class _Answer:
     def _place(self) -> dict[str, Any]:
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
 
-    def _ended(self, reason: str) -> dict[str, Any]:
+    def _ended(self, is_cut: bool) -> dict[str, Any]:
         """OpenAI's response object for a text that has ended."""
-        is_cut = reason == "length"
         details = {"incomplete_details": {"reason": "max_output_tokens"}} if is_cut else {}
         figures = {"usage": self._usage(), "timings": self._pending.timings()}
         return {**self._object("incomplete" if is_cut else "completed"), **details, "output": self._items, **figures}

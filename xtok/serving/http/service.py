@@ -1,22 +1,86 @@
-"""What a server serves: a model by its name, the engine that runs it, and their state."""
+"""What a server serves: a model by its name, the engine that runs it, their state, and metrics for Prometheus."""
 
-from collections.abc import Sequence
+from collections import Counter as Counts
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from time import time
 
 from anyio import CapacityLimiter
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from xtok.assisted import XTokAssisted
 from xtok.errors import EngineFullError
-from xtok.serving.engine import Engine
+from xtok.results.generation import Generation
+from xtok.serving.engine import Engine, EngineStats
 from xtok.serving.http.formats import Parsers
-from xtok.serving.http.metrics import Metrics
 from xtok.serving.http.protocol import Limits, RequestError
 
 _PREPARING = 2
 """How many requests with a grammar, or for the log-probabilities of a prompt, are prepared at a time."""
 LATER = {"Retry-After": "1"}
+_SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)
+_LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+
+class Metrics:
+    """The metrics of one server, with vLLM's names and meanings, in a registry of its own. `stats`: gives the engine's; None
+    until there is an engine.
+    """
+
+    def __init__(self, stats: Callable[[], EngineStats | None]) -> None:
+        self.registry = CollectorRegistry()
+        self._gauge("num_requests_running", "Texts that are being generated.", lambda: getattr(stats(), "running", 0))
+        self._gauge("num_requests_waiting", "Texts that wait to be generated.", lambda: getattr(stats(), "waiting", 0))
+        self._gauge(
+            "cache_positions", "Positions of running texts in the target's KV cache.", lambda: getattr(stats(), "positions", 0)
+        )
+        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
+        self._queries = self._counter("prefix_cache_queries", "Tokens of prompts that were looked up in the prefix cache.")
+        self._hits = self._counter("prefix_cache_hits", "Tokens of prompts that were found in the prefix cache.")
+        self._generated = self._counter("generation_tokens", "New tokens.")
+        self.ended = self._counter("request_success", "Texts by what ended them.", "finished_reason")
+        self.time_to_first_token = self._histogram(
+            "time_to_first_token_seconds", "Seconds from a request to its first text.", _LONG
+        )
+        self._each = self._histogram("request_time_per_output_token_seconds", "Seconds per token after the first.", _SHORT)
+        self._whole = self._histogram("e2e_request_latency_seconds", "Seconds from a request to the end of its texts.", _LONG)
+        self._drafts = self._counter("spec_decode_num_drafts", "Rounds in which a draft guessed.", "draft")
+        self._guessed = self._counter("spec_decode_num_draft_tokens", "Tokens that a draft guessed.", "draft")
+        self._accepted = self._counter(
+            "spec_decode_num_accepted_tokens", "Tokens that a draft guessed and the target accepted.", "draft"
+        )
+
+    def _gauge(self, name: str, help_text: str, read: Callable[[], float]) -> None:
+        Gauge(f"xtok_{name}", help_text, registry=self.registry).set_function(read)
+
+    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
+        return Counter(f"xtok_{name}", help_text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"xtok_{name}", help_text, buckets=buckets, registry=self.registry)
+
+    def ends(self, text: Generation, read: int) -> None:
+        """Count a text that has ended. `read`: how many tokens its prompt has."""
+        self._queries.inc(read)
+        self._hits.inc(text.stats.cached_tokens)
+        self._generated.inc(len(text.token_ids))
+        self.ended.labels(text.finish_reason).inc()
+        rounds, guessed, accepted = Counts[int | None](), Counts[int | None](), Counts[int | None]()
+        for one in text.rounds:
+            rounds.update(set(one.drafts))
+            guessed.update(one.drafts)
+            accepted.update(one.drafts[node] for node in one.right)
+        for number, name in enumerate(text.drafts):
+            self._drafts.labels(name).inc(rounds[number])
+            self._guessed.labels(name).inc(guessed[number])
+            self._accepted.labels(name).inc(accepted[number])
+
+    def answers(self, seconds: float, generating: float, tokens: int) -> None:
+        """Count a request that was answered in so many seconds, `generating` of them after its first text."""
+        self._whole.observe(seconds)
+        if tokens > 1:
+            self._each.observe(generating / (tokens - 1))
 
 
 @dataclass

@@ -1,76 +1,61 @@
-"""What the texts of a chat may be: what parses them, and the grammars of tool calls and response formats."""
+"""Grammars of response formats and tool calls, in llguidance's Lark."""
 
 import re
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from functools import lru_cache
 from json import dumps
 from typing import Any
 
+import numpy as np
+
 from xtok.assisted import XTokAssisted
 from xtok.models.cache import end_ids
-from xtok.serving.http.formats import FORCED, CallFormat, Format
-from xtok.serving.http.processors import matcher_of
+from xtok.sampling.grammar import GrammarError, allowed_ids, in_one_line
+from xtok.serving.http.formats import CallFormat, Format, added_ids, ending_of
 from xtok.serving.http.protocol import Body, Chat, RequestError, ToolChoice
-from xtok.serving.http.reading import Follower, Reader
 
-_ENDING = 16
-"""How many ids at the end of a prompt may open its answer's reasoning."""
+SECONDS = 5.0
+"""How many seconds a grammar may take to compile."""
+_COMPILES = """
+import sys
+sys.path[:] = sys.argv[1:]
+from llguidance import LLMatcher, LLTokenizer
+matcher = LLMatcher(LLTokenizer("byte"), sys.stdin.buffer.read().decode())
+matcher.compute_bitmask()
+sys.stdout.buffer.write(matcher.get_error().encode())
+"""
+"""Compiles the grammar on stdin, and prints what is wrong with it. It runs in a process of its own: llguidance's limits don't
+bound `multipleOf` and long constants, a thread can't be stopped, and a long chain of references ends the process.
+"""
+_TRIED = 8
+"""How many ids are tried to see whether llguidance can follow a grammar."""
 _SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _THOUGHT = "thought: /(?s:.*)/"
 
 
-def format_for(body: Chat, known: Format) -> Format:
-    """How a chat's text is written: in the target's own format, unless calls are forced for which that has no grammar. Raises
-    `RequestError` for tools beside a response format if a grammar can't tell the target's calls from other JSON.
-    """
-    calls = known.calls if known.own is None else None
-    if body.forced:
-        return known if calls else replace(known, calls=FORCED, own=None)
-    if body.offers_tools and body.has_format and not (calls and calls.is_marked):
-        raise RequestError(
-            "This target's calls of tools can't be told from other JSON, so response_format can't be combined with tools. "
-            'Leave one of them out, or set tool_choice to "none".',
-            "response_format",
-        )
-    return known
-
-
-def ending_of(xt: XTokAssisted, ids: Sequence[int]) -> str:
-    """The last text of a prompt, with control tokens written out."""
-    return str(xt.tokenizer.decode(ids[-_ENDING:]))
-
-
-def reader_of(body: Chat, known: Format, xt: XTokAssisted, ids: Sequence[int]) -> tuple[Reader, Follower | None]:
-    """What parses one text of a chat, and what follows its ids for that, unless all is content. `ids`: the prompt's."""
-    template = known.template(body.offers_tools)
-    if template is None:
-        return Reader(stops=body.stops), None
-    prompt = str(xt.tokenizer.decode(ids)) if known.own is not None else ending_of(xt, ids)
-    most = 1 if body.parallel_tool_calls is False else None
-    reader = Reader(template, known.prefix(prompt), body.tools or (), most, body.stops)
-    ends = set(end_ids(xt.model))
-    names = {
-        token: name.encode()
-        for name, token in _added(xt).items()
-        if xt.target.vocabulary.view[token] is None and token not in ends and (known.own is not None or name in known.markers)
-    }
-    return reader, Follower(reader, xt.target.vocabulary.view, names, len(ids))
-
-
 def matcher_for(body: Body, known: Format, xt: XTokAssisted, ids: Sequence[int]) -> Any:
     """The matcher for texts with the calls that a chat forces, or in the response format, or with calls if there are tools too;
-    each after reasoning if the target reasons. None if any text will do. `ids`: the prompt's. Raises `RequestError` if none can
-    be made.
+    each after reasoning if the target reasons. Each text needs its own `deep_copy`. None if any text will do. `ids`: the
+    prompt's. Raises `RequestError` if none can be made.
+
+    llguidance finds some faults, such as a reference to itself, only while it follows ids, so a few are tried for each schema:
+    the first allowed one each time. What is compiled to see whether it can be has no ids of control tokens.
     """
     if not (body.has_format or (isinstance(body, Chat) and body.forced)):
         return None
     functions = _functions(body)
     formats = [_format_schema(body)] if body.has_format else []
-    ending = ending_of(xt, ids)
+    grammar, plain = (grammar_of(body, known, ending_of(xt, ids), added) for added in (added_ids(xt), {}))
     try:
-        grammar, plain = (grammar_of(body, known, ending, added) for added in (_added(xt), {}))
-        schemas = [*map(_schema, functions), *formats]
-        return matcher_of(xt.tokenizer, next(iter(end_ids(xt.model)), None), grammar, plain, schemas)
+        from llguidance import LLMatcher
+
+        read = llguidance_tokenizer(xt.tokenizer, next(iter(end_ids(xt.model)), None))
+        check_compiles(LLMatcher.grammar_from_lark(plain))
+        for schema in (*map(_schema, functions), *formats):
+            _try(LLMatcher(read, LLMatcher.grammar_from_json_schema(dumps(schema))))
+        return LLMatcher(read, LLMatcher.grammar_from_lark(grammar))
     except (ImportError, ValueError) as error:
         if not formats:
             raise RequestError(f"Texts can't be forced to call these tools: {error}", "tools") from error
@@ -149,6 +134,31 @@ def _literal(text: str, added: Mapping[str, int]) -> str:
     return " ".join(f"<[{added[piece]}]>" if piece in added else dumps(piece) for piece in pieces if piece)
 
 
-def _added(xt: XTokAssisted) -> dict[str, int]:
-    """The ids of added tokens, control tokens among them, by their names."""
-    return {entry.content: token for token, entry in xt.tokenizer.added_tokens_decoder.items()}
+@lru_cache(maxsize=16)
+def check_compiles(grammar: str) -> None:
+    """Raises `GrammarError` for a grammar that llguidance refuses, fails on, or takes too long to compile."""
+    program = [sys.executable, "-I", "-c", _COMPILES, *sys.path]
+    try:
+        done = subprocess.run(program, input=grammar.encode(), capture_output=True, timeout=SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        message = f"llguidance takes more than {SECONDS:g} seconds to compile the schema. Give a simpler one."
+        raise GrammarError(message) from None
+    if done.returncode or done.stdout:
+        raise GrammarError(in_one_line(done.stdout.decode()) or "llguidance failed on the schema. Give a simpler one.")
+
+
+def _try(matcher: Any) -> None:
+    """Raises `GrammarError` if a grammar can't be followed for a few ids."""
+    for _ in range(_TRIED):
+        allowed = np.flatnonzero(allowed_ids(matcher))
+        if matcher.is_stopped() or not len(allowed):
+            break
+        matcher.consume_token(int(allowed[0]))
+
+
+@lru_cache(maxsize=8)
+def llguidance_tokenizer(tokenizer: Any, end: int | None) -> Any:
+    """The tokenizer as llguidance reads it, which takes a second for a vocabulary of real size."""
+    from llguidance import hf
+
+    return hf.from_tokenizer(tokenizer, eos_token=end)
