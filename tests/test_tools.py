@@ -161,6 +161,7 @@ def test_formats_are_known_by_the_chat_template(template: str, name: str) -> Non
     assert format_of(tokens, Parsers("none", "none")) == Format()
     tokens.response_template = OWN
     assert format_of(tokens, Parsers()).own == OWN
+    assert format_of(tokens, Parsers()).reasoning == ("<|thinks|>", "<|/thinks|>")
     assert format_of(tokens, Parsers("mistral")) == Format(CALL_FORMATS["mistral"], THINK)
 
 
@@ -201,6 +202,8 @@ def test_a_call_alone_has_no_content_and_a_text_no_calls(client: openai.OpenAI, 
     writes(f"<tool_call>\n{CALL}\n</tool_call>")
     message, _ = asked(client, False, tools=TOOLS)
     assert message.content is None
+    writes('<tool_call>{"name": "weather", "arguments": " "}</tool_call>')
+    assert asked(client, False, tools=TOOLS)[0].tool_calls[0].function.arguments == "{}"
     writes("晴れ")
     message, reason = asked(client, False, tools=TOOLS)
     assert (message.content, message.tool_calls, reason) == ("晴れ", None, "stop")
@@ -370,12 +373,6 @@ def test_grammars_allow_reasoning_then_calls_or_the_schema(template: str, more: 
     assert [text for text in forbidden if allows(text, template, **more)] == []
 
 
-def test_a_tokenizers_own_response_template_says_what_reasoning_is() -> None:
-    tokens = deepcopy(TOKENS)
-    tokens.response_template = OWN
-    assert format_of(tokens, Parsers()).reasoning == ("<|thinks|>", "<|/thinks|>")
-
-
 @pytest.mark.parametrize("template", ['tool_calls "parameters": ', "<tool_call><function=", "-"])
 def test_tools_and_a_format_that_cannot_be_told_apart_are_refused(template: str) -> None:
     with pytest.raises(RequestError, match="response_format can't be combined with tools") as refused:
@@ -442,11 +439,6 @@ def test_calls_that_are_sent_back_are_taken_whatever_their_arguments(client: ope
     )
 
 
-def test_calls_without_arguments_are_returned_with_an_empty_object(client: openai.OpenAI, writes: Any) -> None:
-    writes('<tool_call>{"name": "weather", "arguments": " "}</tool_call>')
-    assert asked(client, False, tools=TOOLS)[0].tool_calls[0].function.arguments == "{}"
-
-
 TURN = "{{ m.role }}:{{ m.content }}{{ '\\n' }}"
 KEYS = "{% for c in m.tool_calls or [] %}{% for k, v in c.function.arguments.items() %}{{ k }}{% endfor %}{% endfor %}"
 REFUSES = "{% if m.role == 'system' and not loop.first %}{{ raise_exception('System first') }}{% endif %}"
@@ -465,27 +457,81 @@ the usual ones; one that ignores later system messages; and one that renders the
 """
 
 
-def rendered(template: str, *messages: tuple[str, str], **more: Any) -> str:
-    """What the target reads of a chat's messages, which are roles with contents."""
+def rendered(template: str, *messages: tuple[str, str] | dict[str, Any], **more: Any) -> str:
+    """What the target reads of a chat's messages, which are roles with contents, or whole."""
     tokens = deepcopy(TOKENS)
     tokens.chat_template = template
-    body = read(Chat, {"messages": [{"role": role, "content": content} for role, content in messages], **more})
-    (one,) = submissions_of(body, XTokAssisted((LM, tokens)), Limits())
+    given = [one if isinstance(one, dict) else {"role": one[0], "content": one[1]} for one in messages]
+    (one,) = submissions_of(read(Chat, {"messages": given, **more}), XTokAssisted((LM, tokens)), Limits())
     return str(tokens.decode(one.prompt.ids))
 
 
-def test_developers_are_systems_unless_the_template_has_them() -> None:
-    """Found in reports of other servers' users: what developers wrote was lost without a word."""
-    assert rendered(KNOWN, ("developer", "猫"), ("user", "a")) == "system:猫\nuser:a\n"
-    assert rendered(KNOWN.replace("'system'", "'developer'"), ("developer", "猫"), ("user", "a")) == "developer:猫\nuser:a\n"
+SYSTEMS = ("system", "猫"), ("user", "a"), ("developer", "犬"), ("user", "b")
+MERGED = "system:猫\n\n犬\nuser:a\nuser:b\n"
+CALL_OF: Any = {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": '{"b": 1}'}}] * 2}
+NO_OBJECT: Any = {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "no JSON"}}]}
+ONE_CALL, NO_BOTH, WRITTEN_OUT = (
+    f"{{% for m in messages %}}{turn}{TURN}{{% endfor %}}"
+    for turn in (
+        "{% if m.tool_calls and m.tool_calls | length > 1 %}{{ raise_exception('one call') }}{% endif %}",
+        "{% if m.tool_calls and (m.content and m.reasoning_content) %}{{ raise_exception('not both') }}{% endif %}",
+        "{% for c in m.tool_calls or [] %}{{ '[' + c.function.arguments + ']' }}{% endfor %}",
+    )
+)
+RENDERED: dict[str, list[tuple[str, tuple[Any, ...], dict[str, Any], str]]] = {
+    "developers are systems unless the template has them": [
+        (KNOWN, (("developer", "猫"), ("user", "a")), {}, "system:猫\nuser:a\n"),
+        (KNOWN.replace("'system'", "'developer'"), (("developer", "猫"), ("user", "a")), {}, "developer:猫\nuser:a\n"),
+    ],
+    "system messages are merged into the first if the template takes one": [
+        (FIRST, SYSTEMS, {}, MERGED),
+        (ONE_SYSTEM, SYSTEMS, {}, MERGED),
+        (FIRST, SYSTEMS[1:], {}, "system:犬\nuser:a\nuser:b\n"),
+        (CHATS, SYSTEMS, {}, "system:猫\nuser:a\nsystem:犬\nuser:b\nassistant:"),
+    ],
+    "the system message may be rendered in the user's turns alone": [
+        (LAST, (("system", "猫"), ("user", "a"), ("tool", "5")), {}, "a5"),
+        (LAST, (("system", "猫"), ("user", "a")), {}, "猫a"),
+    ],
+    "arguments that a template can't read are left out": [(ITEMS, (("user", "a"), NO_OBJECT), {}, "user:a\nassistant:\n")],
+    "calls are sent back in the form that the template takes": [
+        (ONE_CALL, (("user", "a"), CALL_OF), {}, "user:a\nassistant:\nassistant:\n"),
+        *(
+            (template, (("user", "a"), {**CALL_OF, "content": "b", "reasoning_content": "c"}), {}, seen)
+            for template, seen in (
+                (NO_BOTH, "user:a\nassistant:b\n"),
+                (WRITTEN_OUT, 'user:a\n[{"b": 1}][{"b": 1}]assistant:b\n'),
+            )
+        ),
+    ],
+    "reasoning effort is the template's switch": [
+        (ONE_SYSTEM + source, (("user", "a"),), {"reasoning_effort": effort}, f"user:a\n{seen}")
+        for source, effort, seen in (
+            ("{{ reasoning_effort }}", "low", "low"),
+            ("{{ enable_thinking }}", "none", "False"),
+            ("{{ enable_thinking }}", "high", "True"),
+            ("", "high", ""),
+        )
+    ],
+    "tools that a template needs are not ignored by it": [
+        (KNOWN + "{{ tools | length }}", (("user", "a"),), {"tools": TOOLS}, f"user:a\n{len(TOOLS)}")
+    ],
+    "contents of which a template cuts one end are not ignored": [
+        (f"{{% for m in messages %}}{{{{ {cut} }}}}{{% endfor %}}", (("user", "a"), ("tool", "5|" + "b" * 40)), {}, seen)
+        for cut, seen in (
+            ("m.content[:20]", "a5|" + "b" * 18),
+            ("m.content[-20:]", "a" + "b" * 20),
+            ("m.content.split('|')[0]", "a5"),
+        )
+    ],
+}
+"""What was lost without a word, refused in the next turn, or ended in a raw error, here or in other servers."""
 
 
-@pytest.mark.parametrize("template", [FIRST, ONE_SYSTEM])
-def test_system_messages_are_merged_into_the_first_where_the_template_takes_one(template: str) -> None:
-    given = ("system", "猫"), ("user", "a"), ("developer", "犬"), ("user", "b")
-    assert rendered(template, *given) == "system:猫\n\n犬\nuser:a\nuser:b\n"
-    assert rendered(template, *given[1:]) == "system:犬\nuser:a\nuser:b\n"
-    assert rendered(CHATS, *given) == "system:猫\nuser:a\nsystem:犬\nuser:b\nassistant:"
+@pytest.mark.parametrize("name", RENDERED)
+def test_chats_are_rendered_as_the_template_takes_them(name: str) -> None:
+    for template, messages, more, seen in RENDERED[name]:
+        assert rendered(template, *messages, **more) == seen
 
 
 @pytest.mark.parametrize("role", ["function", "ipython", "tool"])
@@ -499,59 +545,6 @@ def test_messages_that_the_template_ignores_are_refused(role: str) -> None:
         tokens.chat_template = KNOWN
         XTokAssisted((LM, tokens)).generate([{"role": name, "content": text} for name, text in given], max_new_tokens=1)
     assert rendered(CHATS, *given) == f"user:a\n{role}:5\nuser:b\nassistant:"
-
-
-def test_a_system_message_may_be_rendered_in_the_users_turns_alone() -> None:
-    """As templates of Mistral do: between a call and its result, the system message isn't there."""
-    assert rendered(LAST, ("system", "猫"), ("user", "a"), ("tool", "5")) == "a5"
-    assert rendered(LAST, ("system", "猫"), ("user", "a")) == "猫a"
-
-
-def test_arguments_that_a_template_cannot_read_are_left_out() -> None:
-    call = {"type": "function", "function": {"name": "a", "arguments": "no JSON"}}
-    tokens = deepcopy(TOKENS)
-    tokens.chat_template = ITEMS
-    body = read(Chat, {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}]})
-    (one,) = submissions_of(body, XTokAssisted((LM, tokens)), Limits())
-    assert tokens.decode(one.prompt.ids) == "user:a\nassistant:\n"
-
-
-@pytest.mark.parametrize(
-    ("source", "effort", "seen"),
-    [
-        ("{{ reasoning_effort }}", "low", "low"),
-        ("{{ enable_thinking }}", "none", "False"),
-        ("{{ enable_thinking }}", "high", "True"),
-        ("", "high", ""),
-    ],
-)
-def test_reasoning_effort_is_the_templates_switch(source: str, effort: str, seen: str) -> None:
-    assert rendered(ONE_SYSTEM + source, ("user", "a"), reasoning_effort=effort) == f"user:a\n{seen}"
-
-
-CALL_OF: Any = {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": '{"b": 1}'}}] * 2}
-ONE_CALL = "{% if m.tool_calls and m.tool_calls | length > 1 %}{{ raise_exception('one call') }}{% endif %}"
-NO_BOTH = "{% if m.tool_calls and (m.content and m.reasoning_content) %}{{ raise_exception('not both') }}{% endif %}"
-WRITTEN_OUT = "{% for c in m.tool_calls or [] %}{{ '[' + c.function.arguments + ']' }}{% endfor %}"
-
-
-@pytest.mark.parametrize(
-    ("turn", "seen"),
-    [
-        (ONE_CALL + TURN, "user:a\nassistant:\nassistant:\n"),
-        (NO_BOTH + TURN, "user:a\nassistant:b\n"),
-        (WRITTEN_OUT + TURN, 'user:a\n[{"b": 1}][{"b": 1}]assistant:b\n'),
-    ],
-    ids=["one call in a message", "content or reasoning", "arguments as texts"],
-)
-def test_calls_are_sent_back_in_the_form_that_the_template_takes(turn: str, seen: str) -> None:
-    """Found by a hostile trial: what the server returned was refused in the next turn."""
-    tokens = deepcopy(TOKENS)
-    tokens.chat_template = f"{{% for m in messages %}}{turn}{{% endfor %}}"
-    more = {} if seen.count("assistant") > 1 else {"content": "b", "reasoning_content": "c"}
-    body = read(Chat, {"messages": [{"role": "user", "content": "a"}, {**CALL_OF, **more}]})
-    (one,) = submissions_of(body, XTokAssisted((LM, tokens)), Limits())
-    assert tokens.decode(one.prompt.ids) == seen
 
 
 def with_added_markers(template: str) -> Any:
@@ -595,13 +588,3 @@ def test_reasoning_tokens_are_those_between_the_marks() -> None:
     for end in range(1, len(ids) + 1):
         one.follower(torch.tensor([[*one.prompt.ids, *ids[:end]]]), None)
     assert last - first - 6 <= one.follower.reasoning_tokens <= last - first - 1  # without blanks, and half characters
-
-
-def test_tools_that_a_template_needs_are_not_ignored_by_it() -> None:
-    """Found by a hostile trial: a template that fails without tools ended in a raw error, since that was tried."""
-    assert rendered(KNOWN + "{{ tools | length }}", ("user", "a"), tools=TOOLS) == f"user:a\n{len(TOOLS)}"
-
-
-def test_contents_of_which_a_template_cuts_one_end_are_not_ignored() -> None:
-    for cut in ("m.content[:20]", "m.content[-20:]", "m.content.split('|')[0]"):
-        assert rendered(f"{{% for m in messages %}}{{{{ {cut} }}}}{{% endfor %}}", ("user", "a"), ("tool", "5|" + "b" * 40))
