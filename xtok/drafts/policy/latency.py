@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 SHARE = 0.1
 """The weight of a measurement in a smoothed one."""
+ROUNDS = 64
+"""For how many rounds, about, what was measured or counted holds."""
 ROW = 0.02
 """What a further row of one sequence is assumed to add, as a share of the seconds of one row, where nothing was measured."""
 
@@ -18,12 +20,13 @@ def batch_bucket(sequences: int) -> int:
 
 
 class _Cell(NamedTuple):
-    """What was measured with similar numbers of rows: how often, the mean rows and seconds, and the latest seconds."""
+    """What was measured with similar numbers of rows: how often, the mean rows and seconds, the latest seconds, and when."""
 
     times: int
     rows: float
     seconds: float
     latest: float
+    last: int
 
 
 @dataclass
@@ -31,36 +34,40 @@ class Latency:
     """Predicts the seconds of a forward pass by how many sequences share it and how many rows each of them has.
 
     For each batch size, this is a curve through the means of similar numbers of rows (1, 2, 3 and 4, 5 to 8, …). If more rows
-    took less time than fewer, both are taken to take less, so that the curve never falls. Each row beyond what was measured
-    adds `ROW`. A batch size without measurements is predicted from the nearest one.
+    took less time than fewer, the latest measurement is believed, so that the curve never falls. What was measured long ago is
+    left out, so that a number of rows that seemed too expensive is tried again. Each row beyond what was measured adds `ROW`,
+    or as much as the others did on average from the second point on. A batch size without measurements is predicted from the
+    nearest one.
 
     `nominal`: the seconds of one row, to predict from that alone, whatever is measured; None to go by measurements.
     """
 
     nominal: float | None = None
     _cells: dict[int, dict[int, _Cell]] = field(default_factory=dict)
+    _count: int = 0
     _curves: dict[int, tuple[list[float], list[float]]] = field(default_factory=dict)
 
     def add(self, rows: float, seconds: float, sequences: int = 1) -> None:
         """Add a measurement.
 
         Hiccups only make things slower, and seldom hit twice in a row: a measurement counts as at most 1.2 times the mean, or
-        as the one before it. The mean counts as at most twice the latest, and the first one
-        only until there is a second: the first forward pass of a shape often takes longer.
+        as the one before it. The mean counts as at most twice the latest. The first one counts only until there is a second,
+        since the first forward pass of a shape often takes longer.
         """
         size = batch_bucket(sequences)
         cells, bucket = self._cells.setdefault(size, {}), (ceil(rows) - 1).bit_length()
         cell = cells.get(bucket)
         if cell is None or not cell.seconds:  # clocks of some systems tick coarsely
-            cell = _Cell(0, rows, seconds, seconds)
+            cell = _Cell(0, rows, seconds, seconds, self._count)
         share, counted = max(1 / max(1, cell.times), SHARE), min(seconds, max(1.2 * cell.seconds, cell.latest))
         mean = min(cell.seconds + share * (counted - cell.seconds), 2 * counted)
-        found = _Cell(cell.times + 1, cell.rows + share * (rows - cell.rows), mean, seconds)
+        found = _Cell(cell.times + 1, cell.rows + share * (rows - cell.rows), mean, seconds, self._count)
+        self._count += 1
         for other, known in cells.items():
             clip = min if other < bucket else max
             cells[other] = known._replace(seconds=clip(known.seconds, found.seconds))
         cells[bucket] = found
-        points = [cells[bucket] for bucket in sorted(cells)]
+        points = [cells[bucket] for bucket in sorted(cells) if not bucket or self._count - cells[bucket].last < ROUNDS]
         self._curves[size] = [one.rows for one in points], [one.seconds for one in points]
 
     def at(self, rows: float, sequences: int = 1) -> float:

@@ -12,12 +12,10 @@ from math import sqrt
 from threading import RLock
 from typing import Any, NamedTuple
 
-from xtok.drafts.policy.latency import SHARE, Latency
+from xtok.drafts.policy.latency import ROUNDS, SHARE, Latency
 from xtok.drafts.tree import Tree
 from xtok.models.timing import Cost
 
-_ROUNDS = 64
-"""For how many rounds, about, what was counted holds."""
 _ONWARD = 0.6
 """How often the id after a right one is assumed to be right, too."""
 _TRUST = 2.0
@@ -101,7 +99,7 @@ class DraftPolicy:
         """Learn from a proposal. Returns the seconds that such a one usually takes."""
         if one.tree is not None and one.tree.probabilities:
             self.right, self.expected = self.right + one.accepted, self.expected + sum(one.tree.probabilities)
-        if max(self.right, self.expected) > _ROUNDS:
+        if max(self.right, self.expected) > ROUNDS:
             self.right, self.expected = (self.right + _TRUST) / 2, (self.expected + _TRUST) / 2
         if not one.first:
             self.rest += (SHARE if self.rest else 1.0) * (min(one.rest, 2 * self.rest or one.rest) - self.rest)
@@ -122,7 +120,7 @@ class DraftPolicy:
         """
         self.trial, self.balance = False, min(2 * _LOSS, self.balance + sqrt(sequences) * gained)
         if self.balance < -_LOSS:
-            self.pause = max(_ROUNDS / 4, min(2 * self.pause, 2 * _ROUNDS * paused * -gained))
+            self.pause = max(ROUNDS / 4, min(2 * self.pause, 2 * ROUNDS * paused * -gained))
             self.balance, self.wait = -_LOSS, 1 + round(self.pause)
         elif self.balance > 0:
             self.pause = 0.0
@@ -240,7 +238,7 @@ class Policy:
             picks = min(sum(one.picks for one in outcomes) / count, 1 + 2 * rate * (whole + sum(costs)))
             self.picks = (1 - SHARE) * self.picks + picks
             self.plain = (1 - SHARE) * self.plain + (whole + sum(costs)) / plain
-            self.spacing = self.spacing if asked else min(2 * self.spacing, _ROUNDS)
+            self.spacing = self.spacing if asked else min(2 * self.spacing, ROUNDS)
             self.since = self.since + 1 if asked else 0
             price = self.rate(count) * (whole - plain) / max(1, sum(each.nodes for _, each in asked))
             gained = dict[int, float]()
