@@ -26,10 +26,11 @@ from xtok.align.keys import bytes_key, noise_keys
 from xtok.align.projection import Projection, projection
 from xtok.align.text import SequenceText
 from xtok.align.tokenbytes import TokenBytes
-from xtok.decoding.accept import rejection
 from xtok.decoding.pick import Picker
 from xtok.decoding.rounds import run_one
 from xtok.decoding.sequence import Sequence as Written
+from xtok.drafts.acceptance import DrawnChains, rejection
+from xtok.drafts.base import Drafter
 from xtok.drafts.candidates import Candidates
 from xtok.drafts.meter import Meter
 from xtok.drafts.policy.policy import Policy
@@ -131,7 +132,7 @@ def candidates(view: TokenBytes, own: TokenBytes, keys: tuple[int, ...]) -> Cand
     return Candidates(seen, len(own), torch.tensor(keys), [DRAFT_END] if own is DRAFT else [], END)
 
 
-def drafter(mode: str, keys: torch.Tensor, view: TokenBytes) -> ProjectedDrafter | None:
+def drafter(mode: str, keys: torch.Tensor, view: TokenBytes) -> ProjectedDrafter | DrawnChains | None:
     """What a drafter asks of a draft's tables is little."""
     if mode == "no draft":
         return None
@@ -141,28 +142,22 @@ def drafter(mode: str, keys: torch.Tensor, view: TokenBytes) -> ProjectedDrafter
         vocabulary=SimpleNamespace(view=own, size=len(own), ends=frozenset([DRAFT_END] if own is DRAFT else [])),
         branches=True,
     )
-    return ProjectedDrafter(
-        tables,
-        TableReader(own),
-        candidates(view, own, tuple(keys.tolist())),
-        view,
-        Meter(),
-        LogitsProcessorList(),
-        independent=mode == "rejection",
-    )
+    seen = candidates(view, own, tuple(keys.tolist()))
+    made = ProjectedDrafter(tables, TableReader(own), seen, view, Meter(), LogitsProcessorList())
+    return DrawnChains(made) if mode == "rejection" else made
 
 
 class Made:
     """A draft that starts one drafter."""
 
-    def __init__(self, drafter: ProjectedDrafter) -> None:
+    def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
 
-    def start(self, request: Any) -> ProjectedDrafter:
+    def start(self, request: Any) -> Drafter:
         return self.drafter
 
 
-def session_of(made: ProjectedDrafter, view: TokenBytes, root: Noise) -> Session:
+def session_of(made: Drafter, view: TokenBytes, root: Noise) -> Session:
     request: Any = SimpleNamespace(meter=Meter(), vocabulary=SimpleNamespace(size=len(view), view=view))
     return Session([Made(made)], request, Policy([DraftPolicy()]), [5], root)
 
@@ -306,14 +301,14 @@ def test_noise_repeated_across_control_tokens_is_found_out(monkeypatch: pytest.M
 
 @pytest.mark.deep
 def test_a_residual_of_the_wrong_distribution_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xtok.decoding.accept.residual", lambda scores, distribution: scores)
+    monkeypatch.setattr("xtok.drafts.acceptance.residual", lambda scores, distribution: scores)
     assert p_value(texts_of("rejection", seeds=ENOUGH)) < FAILS
 
 
 @pytest.mark.deep
 def test_a_guess_drawn_under_the_noise_that_judges_it_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rejection needs noise of its own for guesses: with the target's, what is redrawn depends on what was rejected."""
-    monkeypatch.setattr("xtok.drafts.growth.GUESS", 0)
+    monkeypatch.setattr("xtok.drafts.acceptance.GUESS", 0)
     assert p_value(texts_of("rejection", seeds=SUBTLE)) < FAILS
 
 

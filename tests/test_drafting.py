@@ -207,7 +207,7 @@ def test_a_sampling_draft_keeps_within_its_window_though_an_id_of_the_target_may
     several = [token for token in range(len(view)) if not made.vocabulary.view.ids_of_bytes(view[token] or b"")]
     longer = Projection(ids, torch.tensor(several)[torch.arange(len(ids)) % len(several)], torch.ones(len(ids)).double())
     candidates = Candidates(longer, made.vocabulary.size, keys, made.vocabulary.ends, END)
-    drafter = ProjectedDrafter(made, reader, candidates, view, Meter(), LogitsProcessorList(), independent=False)
+    drafter = ProjectedDrafter(made, reader, candidates, view, Meter(), LogitsProcessorList())
     for seed in range(60):
         data = TEXT[: 1 + seed // 6].encode() + "が".encode()[: seed % 3]
         drafter.propose(Context([5], data, 0, noise=noise(seed, 0, b"")), Budget(50, 1 + seed % 3, schedule="constant"))

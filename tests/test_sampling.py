@@ -15,7 +15,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogits
 from worlds import KINDS, TREE, Kind, budgets, deep, examples, make_target_expensive, model_of, scaled, texts
 
 from xtok import Budget, Context, XTokAssisted, pair
-from xtok.decoding.accept import likeliest_typical
+from xtok.drafts.acceptance import likeliest_typical
 from xtok.errors import InvalidInputError, LossyWarning, UnsupportedArgumentError
 from xtok.models.prompts import prompt_ids
 

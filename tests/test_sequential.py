@@ -117,10 +117,14 @@ def test_guesses_follow_from_all_that_was_picked(
             rounds += 1
             return Tree() if rounds in skipped else (yield from super().guess(context, budget))
 
-        def _children(self, context: Context, logits: torch.Tensor, front: Any, node: int, budget: Budget) -> Any:
-            if node == -1:
-                errors.append(float((logits - from_scratch(self.heads, [*context.ids], self._start)).abs().max()))
-            return (yield from super()._children(context, logits, front, node, budget))
+        def begin(self, context: Context, budget: Budget) -> Any:
+            begun = super().begin(context, budget)
+            return begun and (*begun[:2], self.watched(context, begun[2]))
+
+        def watched(self, context: Context, reading: Any) -> Any:
+            logits = yield from reading
+            errors.append(float((logits - from_scratch(self.heads, [*context.ids], self._start)).abs().max()))
+            return logits
 
     class WatchedHeads(HeadsDrafter):
         def start(self, request: Request) -> Any:

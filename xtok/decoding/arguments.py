@@ -199,15 +199,8 @@ def check_streamer(streamer: Any, *, several: bool) -> None:
         raise UnsupportedArgumentError("A streamer takes one text. Call generate once per prompt, for one text each.")
 
 
-def check_supported(acceptance: str, *, predicted: bool, stable: bool | None, fixed: bool) -> None:
-    """Raises `UnsupportedArgumentError` for what the instance's settings rule out: a prediction with rejection sampling, and
-    with `stable`, inputs for which forward passes can't have fixed shapes (`fixed`: whether they can).
-    """
-    if predicted and acceptance == "rejection":
-        raise UnsupportedArgumentError(
-            "acceptance='rejection' needs the distribution that guesses are drawn from, and a prediction has none. Leave "
-            "prediction out, or use acceptance='match'."
-        )
+def check_supported(*, stable: bool | None, fixed: bool) -> None:
+    """Raises `UnsupportedArgumentError` if `stable` is requested, and forward passes can't have fixed shapes (`fixed`)."""
     if stable and not fixed:
         raise UnsupportedArgumentError(
             f"stable=True works with ids alone, without a given cache or further inputs of the model. Leave {CACHE} and "

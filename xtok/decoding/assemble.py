@@ -7,9 +7,9 @@ from typing import Any, get_args
 
 from transformers import PreTrainedModel
 
-from xtok.decoding import accept
 from xtok.decoding.prepare import as_generate
 from xtok.decoding.setup import FORMAT, PREDICTION, Acceptance, Setup, named, warn_unstable
+from xtok.drafts.acceptance import rejection, typical
 from xtok.drafts.base import Draft
 from xtok.drafts.given import as_draft, as_list, is_drafting, without_a_model
 from xtok.drafts.heads import HeadsDrafter
@@ -51,10 +51,10 @@ def assemble(
             raise InvalidInputError(f"{name} is {value!r}; it must be above 0, and at most 1.")
     if acceptance == "typical":
         warn("acceptance='typical' is lossy: sampled texts are not the target's own.", LossyWarning)
-    rejection_budget = replace(budget or Budget(depth=5), width=1, schedule="constant")
-    budget = budget or Budget()
-    chains_only = acceptance == "rejection" or budget.width == 1
-    given = as_list(draft, beside=[] if chains_only else without_a_model())
+    budget = budget or Budget(depth=5 if acceptance == "rejection" else Budget.depth)
+    if acceptance == "rejection":  # a guess must not be cut by what was drawn
+        budget = replace(budget, width=1, schedule="constant")
+    given = as_list(draft, beside=[] if budget.width == 1 else without_a_model())
     places = placements(device, dtype, device_map, quantization_config, attn_implementation)
     _check_sources(target, given, places)
     loaded = target_model(target, places[0])
@@ -62,13 +62,12 @@ def assemble(
     models = {i: draft_model(one, places[1], beside) for i, one in enumerate(given) if not is_drafting(one)}
     _check_drafts(loaded, given, list(models.values()), acceptance=acceptance)
     drafts = tuple(ModelDraft(models[i], loaded.vocabulary) if i in models else as_draft(one) for i, one in enumerate(given))
-    accepts = {"match": None, "rejection": accept.rejection, "typical": accept.typical(posterior_threshold, posterior_alpha)}
+    accepts = {"match": None, "rejection": rejection, "typical": typical(posterior_threshold, posterior_alpha)}
     setup = Setup(
         target=loaded,
         drafts=drafts,
         names=named([name_of(models[i].model if i in models else one) for i, one in enumerate(given)], FORMAT, PREDICTION),
         budget=budget,
-        rejection_budget=rejection_budget,
         acceptance=acceptance,
         accept=accepts[acceptance],
         stable=stable,

@@ -1,6 +1,7 @@
 """The target's pick: its own next token from its own logits on the committed prefix."""
 
 from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -12,11 +13,11 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation.logits_process import TemperatureLogitsWarper
 
-from xtok.decoding.accept import Accept
+from xtok.drafts.acceptance import Accept
 from xtok.drafts.meter import Meter
 from xtok.drafts.tree import Tree
 from xtok.models.modes import as_called
-from xtok.sampling.draws import draw, draws, sure_draw, sure_margins
+from xtok.sampling.draws import draw, draws, sure_margins
 from xtok.sampling.largest import best, listed, on_host
 from xtok.sampling.noise import Noise, states_of
 from xtok.sampling.processors import known_cuts, scale
@@ -34,14 +35,25 @@ class NearTie(NamedTuple):
     margin: float
 
 
+class EarlyPick(NamedTuple):
+    """What was picked by the `scores` of one position, (1, vocabulary), before the round commits anything. `token` is None if
+    `Picker.pick` has to decide; `margin`: over the second-best id, in scores.
+    """
+
+    scores: Tensor
+    token: int | None
+    margin: float
+
+
 @dataclass(repr=False)
 class Picker:
     """Picks the ids of one sequence from the target's logits. Each pick depends on what is committed and on no guess, unless
     `accept` is given.
 
-    `noise`, and its `keys`, (vocabulary,), int64: for sampling; None if greedy. `accept`: accepts guesses by probabilities.
-    `tolerance`: a pick with no larger margin than this, in logits, is a near-tie. `scores` and `logits`: those of all picks so
-    far, (1, vocabulary), float32 each; None to record none. `margin`: the smallest so far, in logits; None if unknown.
+    `noise`, and its `keys`, (vocabulary,), int64: for sampling; None if greedy. `accept`: accepts guesses of a sampled sequence
+    by their probabilities; None to accept what the target picks. `tolerance`: a pick with no larger margin than this, in
+    logits, is a near-tie. `scores` and `logits`: those of all picks so far, (1, vocabulary), float32 each; None to record none.
+    `margin`: the smallest so far, in logits; None if unknown.
     """
 
     processors: LogitsProcessorList
@@ -57,36 +69,31 @@ class Picker:
     _near_ties: list[NearTie] = field(default_factory=list)
 
     @property
-    def judges(self) -> bool:
-        """Whether guesses are accepted by probabilities, so that a pick depends on what was guessed."""
-        return self.noise is not None and self.accept is not None
-
-    @property
     def _records(self) -> bool:
         return self.scores is not None or self.logits is not None
 
     @cached_property
-    def _first(self) -> LogitsProcessorList:
-        """The processors before `cuts`."""
-        late = self.noise is not None and not self.judges and not self._records
-        return LogitsProcessorList(self.processors[: len(self.processors) - (known_cuts(self.processors) if late else 0)])
-
-    @cached_property
     def cuts(self) -> list[Any]:
         """The last processors, such as top-k and top-p, if they are applied to the drawn ids alone."""
-        return list(self.processors[len(self._first) :])
+        late = self.noise is not None and self.accept is None and not self._records
+        return self.processors[len(self.processors) - known_cuts(self.processors) :] if late else []
+
+    @cached_property
+    def _first(self) -> LogitsProcessorList:
+        """The processors before `cuts`."""
+        return LogitsProcessorList(self.processors[: len(self.processors) - len(self.cuts)])
 
     @cached_property
     def scale(self) -> float | None:
         """By what factor processors may enlarge a difference of logits; None if there is no bound."""
-        return None if self.judges else scale(self.processors)
+        return None if self.accept is not None else scale(self.processors)
 
     @cached_property
     def scale_before_cuts(self) -> float | None:
         """`scale` before `cuts`; None if only the logits after the committed prefix itself will do."""
-        return None if self.judges or self._records else scale(self._first)
+        return None if self.accept is not None or self._records else scale(self._first)
 
-    def scored(self, ids: Tensor, logits: Tensor) -> Tensor:
+    def _scored(self, ids: Tensor, logits: Tensor) -> Tensor:
         """The scores of one pick before `cuts`, (1, vocabulary), computed as transformers' own loop does.
 
         `ids`: the committed prefix, (1, length), int64. `logits`: after it, (1, vocabulary).
@@ -99,7 +106,7 @@ class Picker:
             self.logits += (logits,)
         return scores
 
-    def ahead(self, ids: Tensor, logits: Tensor) -> Tensor:
+    def early_scores(self, ids: Tensor, logits: Tensor) -> Tensor:
         """The scores for those picks of a forward pass that don't depend on what it commits, (picks, vocabulary): the first
         pick, or all if scores depend on logits alone and draws aren't better made later and one by one, as on a CPU.
 
@@ -108,55 +115,50 @@ class Picker:
         if not self.processors and self.noise is None and not self._records:
             return logits
         alone = not self._records and all(type(one) is TemperatureLogitsWarper for one in self._first)
-        return self.scored(ids, logits if alone and not on_host(logits.device) else logits[:1])
+        return self._scored(ids, logits if alone and not on_host(logits.device) else logits[:1])
 
-    def pick(self, ids: Tensor, logits: Tensor, position: tuple[int, int], tree: Tree, node: int) -> int:
+    def pick(
+        self, ids: Tensor, logits: Tensor, position: tuple[int, int], after: tuple[Tree, int], early: EarlyPick | None = None
+    ) -> int:
         """The pick after `ids`, (1, length), by `logits`, (1, vocabulary). Raises `InvalidInputError` if `draw` does.
 
-        `position`: the new text's length in bytes, and its ids without bytes: the noise depends on both. Guesses for this pick
-        are the children of `node` in `tree`.
+        `position`: the new text's length in bytes, and its ids without bytes: the noise depends on both. `after`: a tree, and
+        the node whose children are the guesses for this pick. `early`: if it is given, `logits` aren't read.
         """
-        scores = self.scored(ids, logits)
-        if self.noise is None or self.accept is None:
-            return self.picked(ids, scores, position)
-        guess, left = self.accept(scores[0], tree, node, self.noise, position)
-        return self.picked(ids, left[None], position) if guess is None else guess
+        scores = self._scored(ids, logits) if early is None else early.scores
+        if self.noise is not None and self.accept is not None:
+            guess, left = self.accept(scores[0], *after, self.noise, position)
+            if guess is not None:
+                return guess
+            scores = left[None]
+        token, margin = self._choose(scores, position) if early is None else (early.token, early.margin)
+        if token is None:  # the draw is too near to a cut to be certain, so cuts are applied to all ids
+            assert self.noise is not None and self.keys is not None
+            drawn = draw(process(ids, scores, self.cuts)[0], self.keys, self.noise.at(*position))
+            assert drawn is not None
+            token, margin = drawn
+        return self._note(token, margin)
 
-    def picked(self, ids: Tensor, scores: Tensor, position: tuple[int, int]) -> int:
-        """The best id by the scores of `scored`, or the draw under this position's noise. Arguments are those of `pick`."""
-        if self.noise is None:
-            return self.note(*_best(scores))
-        token = self._drawn(scores[0], position, self.cuts)
-        if token is None:  # the draw is too near to a cut to be sure of, so cuts are applied to all ids
-            token = self._drawn(process(ids, scores, self.cuts)[0], position, [])
-        assert token is not None
-        return token
-
-    def sure(self, ids: Tensor, logits: Tensor, position: tuple[int, int], tolerance: float) -> tuple[int | None, bool]:
-        """The likely pick, if known, and whether it stays the same if each logit changes by up to half of `tolerance`."""
+    def if_certain(
+        self, ids: Tensor, logits: Tensor, position: tuple[int, int], tolerance: float, early: EarlyPick | None = None
+    ) -> tuple[int | None, bool]:
+        """The likely pick, if known, and whether it is certain: stays the same if each logit changes by up to half of
+        `tolerance`. The other arguments are those of `pick`.
+        """
         if self.scale_before_cuts is None:
             return None, False
-        scores = self.scored(ids, logits)
-        if self.noise is None:
-            return self.surely(*_best(scores), tolerance)
-        assert self.keys is not None
-        return self.surely(
-            *sure_draw(scores[0], self.keys, self.noise.at(*position), self.cuts, tolerance * self.scale_before_cuts), tolerance
-        )
+        if early is None:
+            early = EarlyPick(logits, *self._choose(self._scored(ids, logits), position, tolerance))
+        if early.token is not None and early.margin > tolerance * self.scale_before_cuts:
+            return self._note(early.token, early.margin), True
+        return early.token, False
 
-    def surely(self, token: int, margin: float, tolerance: float) -> tuple[int, bool]:
-        """`token`, and whether its `margin` is too large for changes of up to half of `tolerance` per logit to undo."""
-        sure = self.scale_before_cuts is not None and margin > tolerance * self.scale_before_cuts
-        return self.note(token, margin) if sure else token, sure
+    def _choose(self, scores: Tensor, position: tuple[int, int], tolerance: float = 0.0) -> tuple[int | None, float]:
+        """The token and the margin of an `EarlyPick`."""
+        with self.meter.timing("noise") if self.noise is not None else nullcontext():
+            return early_picks([PickRequest(self, scores, [position], [tolerance])])[0][0]
 
-    def _drawn(self, scores: Tensor, position: tuple[int, int], cuts: list[Any]) -> int | None:
-        """The draw from what `cuts` leave of `scores`, (vocabulary,); None if it is too near to a cut to be sure."""
-        assert self.noise is not None and self.keys is not None
-        with self.meter.timing("noise"):
-            drawn = draw(scores, self.keys, self.noise.at(*position), cuts)
-        return None if drawn is None else self.note(*drawn)
-
-    def note(self, token: int, margin: float) -> int:
+    def _note(self, token: int, margin: float) -> int:
         """Returns `token`, and remembers its margin if that is the smallest so far, or NaN."""
         if self.scale is not None:
             self.latest = margin / self.scale
@@ -176,75 +178,54 @@ class Picker:
         return None if self.scale is None else tuple(self._near_ties)
 
 
-class Ahead(NamedTuple):
-    """What a sequence is to pick from: `scores`, (picks, vocabulary), as `Picker.ahead` returns them, and their `positions`,
-    for the noise. `tolerance`: as for `Picker.sure`; it applies to the scores after the first `final` ones.
+class PickRequest(NamedTuple):
+    """What a sequence is to pick from: `scores`, (picks, vocabulary), as `Picker.early_scores` gives them, their `positions`,
+    for the noise, and their `tolerances`, as for `Picker.if_certain`; 0 for a pick by exact logits.
     """
 
     picker: Picker
     scores: Tensor
     positions: Sequence[tuple[int, int]]
-    final: int
-    tolerance: float
+    tolerances: Sequence[float]
 
     @property
-    def tolerances(self) -> list[float]:
-        """For each pick, the margin, in scores, that a draw must have to be sure."""
-        tolerance = self.tolerance * (self.picker.scale_before_cuts or 0.0)
-        return [0.0 if row < self.final else tolerance for row in range(len(self.scores))]
-
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """Sequences of one kind are picked at once."""
-        return self.picker.noise is None, self.scores.dtype, *((type(cut), *vars(cut).values()) for cut in self.picker.cuts)
+    def kind(self) -> Hashable:
+        """Requests of one kind are answered at once."""
+        scores, cuts = self.scores, ((type(cut), *vars(cut).values()) for cut in self.picker.cuts)
+        return self.picker.noise is None, scores.device, scores.dtype, scores.shape[1], *cuts
 
 
-def picks(several: Sequence[Ahead]) -> list[list[tuple[int | None, float]]]:
-    """What some sequences of one target pick, in one transfer from each device: for each of their scores the id, and its margin
-    over the second-best before `cuts`. If a cut might drop an id that is to be sure, its margin is 0. An id is None if
-    `Picker.picked` has to decide.
+def early_picks(requests: Sequence[PickRequest]) -> list[list[tuple[int | None, float]]]:
+    """What some sequences of one target pick, in one transfer for each kind: for each of their scores the token and the margin
+    of an `EarlyPick`. If a cut might drop an id that is to be certain, its margin is 0.
     """
-    found: dict[int, list[tuple[int | None, float]]] = {}
-    for numbers in _grouped([one.scores.device for one in several]):
-        groups = [[numbers[i] for i in group] for group in _grouped([several[number].kind for number in numbers])]
-        tokens, margins = zip(*(_at_once([several[number] for number in group]) for group in groups), strict=True)
-        listed_tokens, listed_margins = listed(torch.cat(tokens), torch.cat(margins))
-        pairs = zip((token if token >= 0 else None for token in listed_tokens), listed_margins, strict=True)
-        found |= {number: list(islice(pairs, len(several[number].scores))) for group in groups for number in group}
-    return [found[number] for number in range(len(several))]
+    kinds, found = dict[Hashable, list[int]](), dict[int, list[tuple[int | None, float]]]()
+    for number, one in enumerate(requests):
+        kinds.setdefault(one.kind, []).append(number)
+    for numbers in kinds.values():
+        tokens, margins = listed(*_chosen([requests[number] for number in numbers]))
+        pairs = zip((token if token >= 0 else None for token in tokens), margins, strict=True)
+        found |= {number: list(islice(pairs, len(requests[number].scores))) for number in numbers}
+    return [found[number] for number in range(len(requests))]
 
 
-def _best(scores: Tensor) -> tuple[int, float]:
-    """The best id of `scores`, (1, vocabulary), and by how much it beats the second."""
-    tokens, margins = listed(*best(single(scores)))
-    return tokens[0], margins[0]
-
-
-def _grouped(kinds: Sequence[Hashable]) -> list[list[int]]:
-    groups: dict[Hashable, list[int]] = {}
-    for i, kind in enumerate(kinds):
-        groups.setdefault(kind, []).append(i)
-    return list(groups.values())
-
-
-def _at_once(several: Sequence[Ahead]) -> tuple[Tensor, Tensor]:
-    """The ids, int64, and margins, float64, of sequences of one kind: (picks,) twice."""
-    picker = several[0].picker
-    scores = several[0].scores if len(several) == 1 else torch.cat([one.scores for one in several])
-    if picker.noise is None or picker.keys is None:
-        tokens, gaps = best(single(scores))
-        return tokens, gaps.double()
-    positions = [(one.picker.noise, position) for one in several for position in one.positions]
-    states = states_of([noise.at(*position) for noise, position in positions if noise is not None], scores.device)
+def _chosen(requests: Sequence[PickRequest]) -> tuple[Tensor, Tensor]:
+    """The ids, int64, -1 for None, and margins, float64, of requests of one kind: (picks,) twice."""
+    scores, picker = torch.cat([one.scores for one in requests]), requests[0].picker
+    if picker.keys is None:
+        tokens, margins = best(single(scores))
+        return tokens, margins.double()
+    places = [(one.picker.noise, position) for one in requests for position in one.positions]
+    states = states_of([noise.at(*position) for noise, position in places if noise is not None], scores.device)
     size = max(1, (_FEW if on_host(scores.device) else _MANY) // scores.shape[1])
     spans = [slice(start, start + size) for start in range(0, len(scores), size)]
     parts = [draws(scores[span], picker.keys, states[span], picker.cuts) for span in spans]
     tokens, margins = torch.cat([tokens for tokens, _ in parts]), torch.cat([margins for _, margins in parts])
-    tolerances = [tolerance for one in several for tolerance in one.tolerances] if picker.cuts else []
-    if far := [row for row, tolerance in enumerate(tolerances) if tolerance]:
+    least = [tolerance * (one.picker.scale_before_cuts or 0.0) for one in requests for tolerance in one.tolerances]
+    if picker.cuts and (far := [row for row, tolerance in enumerate(least) if tolerance]):
         rows = torch.tensor(far, dtype=torch.int64, device=scores.device)
-        least = torch.tensor([[tolerances[row]] for row in far], dtype=torch.float64, device=scores.device)
-        margins[rows] = sure_margins(scores[rows], picker.keys, states[rows], picker.cuts, least)
+        tolerances = torch.tensor([[least[row]] for row in far], dtype=torch.float64, device=scores.device)
+        margins[rows] = sure_margins(scores[rows], picker.keys, states[rows], picker.cuts, tolerances)
     return tokens, margins
 
 

@@ -4,15 +4,16 @@ Every committed id is the target's own pick from its own logits on the committed
 forward pass yields.
 """
 
+from collections import abc
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from xtok.decoding.pick import Ahead, picks
+from xtok.decoding.pick import EarlyPick, PickRequest, early_picks
 from xtok.decoding.sequence import Round, Sequence
 from xtok.drafts.policy.policy import Batch
 from xtok.drafts.policy.settings import Budget
@@ -26,13 +27,18 @@ _KEPT = 2048
 """For how many of a prompt's last ids hidden states are kept for drafters, at least: no heads see more."""
 
 
-class Known(NamedTuple):
-    """What is known of the first rows of a forward pass before anything is committed: their `scores`, (rows, vocabulary), and
-    for each its pick and that one's margin over the second-best. The pick is None if it must be made again from the scores.
+class EarlyPicks(NamedTuple):
+    """What is picked of the first rows of a forward pass before anything is committed: their `scores`, (rows, vocabulary), and
+    the token and the margin of each one's `EarlyPick`.
     """
 
-    scores: Tensor
-    picks: list[tuple[int | None, float]]
+    scores: Tensor | None = None
+    picks: abc.Sequence[tuple[int | None, float]] = ()
+
+    def row(self, row: int) -> EarlyPick | None:
+        if self.scores is None or row >= len(self.scores):
+            return None
+        return EarlyPick(self.scores[row : row + 1], *self.picks[row])
 
 
 def run(admit: Callable[[list[Sequence]], Iterable[Sequence]]) -> Iterator[dict[Sequence, list[int]]]:
@@ -65,7 +71,7 @@ def _round(sequences: list[Sequence]) -> list[list[int]]:
     plans = [_plan(one, batch) for batch, some in batches for one in some]
     planned = dict(zip([one for _, some in batches for one in some], together(plans), strict=True)) if plans else {}
     going = [one for one in sequences if one.finish_reason is None]
-    trees = _evened(going, [planned.get(one, _NOTHING) for one in going]) if planned else [_NOTHING] * len(going)
+    trees = _trim_to_width(going, [planned.get(one, _NOTHING) for one in going]) if planned else [_NOTHING] * len(going)
     blocks = dict(zip(going, _verified(going, trees), strict=True))
     _observe(batches, timing.perf_counter() - EXCLUDED.seconds - start, is_pure=len(guessing) == len(sequences))
     return [blocks.get(one, []) for one in sequences]
@@ -122,7 +128,7 @@ def _limit(sequence: Sequence) -> Budget:
     return replace(budget, longest=longest, nodes=max(1, min(budget.nodes, nodes)))
 
 
-def _evened(sequences: list[Sequence], trees: list[Tree]) -> list[Tree]:
+def _trim_to_width(sequences: list[Sequence], trees: list[Tree]) -> list[Tree]:
     """The guesses, cut to as many nodes as pay: in a shared forward pass, a node more for one sequence is a row for all."""
     if not any(trees):
         return trees
@@ -146,59 +152,58 @@ def _verified(sequences: list[Sequence], trees: list[Tree]) -> list[list[int]]:
         Ask(one.slot, [*ids, *tree.tokens], 1 + len(tree.tokens), tree.parents)
         for one, ids, tree in zip(sequences, unread, trees, strict=True)
     ]
-    checked = answered(asks)
-    read = [len(ids) for ids in unread]
-    known = _picked_ahead(sequences, read, trees, checked)
-    return [_checked(*one) for one in zip(sequences, read, trees, checked, known, strict=True)]
+    checked = [*zip(sequences, [len(ids) for ids in unread], trees, answered(asks), strict=True)]
+    early = _early_picks([one for one in checked if isinstance(one[3], Answer) and one[1] == one[0].left])
+    return [_checked(*one, early.get(one[0], EarlyPicks())) for one in checked]
 
 
 @torch.no_grad()
-def _picked_ahead(
-    sequences: list[Sequence], read: list[int], trees: list[Tree], checked: list[Answer | Exception]
-) -> list[Known]:
-    """The picks of all rows that can be picked from before anything is committed, for all sequences in one transfer.
-
-    If that fails for a sequence, the error replaces its entry in `checked`.
+def _early_picks(checked: list[tuple[Sequence, int, Tree, Any]]) -> dict[Sequence, EarlyPicks | Exception]:
+    """The picks of all rows that can be picked from before anything is committed, for all sequences in one transfer; or the
+    error of a sequence for which that fails.
     """
-    ahead: dict[int, Ahead] = {}
-    for i, (one, tree, answer) in enumerate(zip(sequences, trees, checked, strict=True)):
-        if isinstance(answer, Answer) and one.read + read[i] == len(one.text.ids) and not one.picker.judges:
+    found, requests = dict[Sequence, EarlyPicks | Exception](), dict[Sequence, PickRequest]()
+    for one, _, tree, answer in checked:
+        if one.picker.accept is None:
             try:
-                ahead[i] = _ahead(one, tree, answer)
+                requests[one] = _pick_request(one, tree, answer)
             except Exception as error:
-                checked[i] = error
+                found[one] = error
     with timed() as span:
-        found = dict(zip(ahead, _picked(list(ahead.values())), strict=True))
-    for i, failed in found.items():
-        checked[i] = failed if isinstance(failed, Exception) else checked[i]
-    for i in ahead:
-        sequences[i].meter.add(span.seconds / len(ahead), "all", *(["noise"] if sequences[i].picker.noise else []))
-    known = {i: Known(ahead[i].scores, some) for i, some in found.items() if not isinstance(some, Exception)}
-    return [known.get(i, Known(torch.empty(0, dtype=torch.float32, device="cpu"), [])) for i in range(len(sequences))]
+        picked = _picked([*requests.values()])
+    for (one, request), some in zip(requests.items(), picked, strict=True):
+        found[one] = some if isinstance(some, Exception) else EarlyPicks(request.scores, some)
+        one.meter.add(span.seconds / len(requests), "all", *(["noise"] if one.picker.noise else []))
+    return found
 
 
-def _picked(ahead: list[Ahead]) -> list[list[tuple[int | None, float]] | Exception]:
-    """As `picks`, but if one sequence makes that fail, such as by scores of another size, only that one gets the error."""
+def _picked(requests: list[PickRequest]) -> list[list[tuple[int | None, float]] | Exception]:
+    """As `early_picks`, but if one sequence makes that fail, only that one gets the error."""
     try:
-        return [*picks(ahead)]
+        return [*early_picks(requests)]
     except Exception as error:
-        return [error] if len(ahead) == 1 else [some for one in ahead for some in _picked([one])]
+        return [error] if len(requests) == 1 else [some for one in requests for some in _picked([one])]
 
 
-def _ahead(sequence: Sequence, tree: Tree, answer: Answer) -> Ahead:
+def _pick_request(sequence: Sequence, tree: Tree, answer: Answer) -> PickRequest:
     with sequence.meter.timing("all"):
         picker, text = sequence.picker, sequence.text
-        scores = picker.ahead(sequence.ids, answer.logits)
-        places = text.positions(tree.tokens, tree.parents, len(scores)) if picker.noise is not None else []
-        in_place = _in_place(sequence, tree)
-        return Ahead(picker, scores, places, 1 + in_place, sequence.slot.tolerance if in_place < len(tree) else 0.0)
+        scores = picker.early_scores(sequence.ids, answer.logits)
+        positions = text.positions(tree.tokens, tree.parents, len(scores)) if picker.noise is not None else []
+        exact = 1 + _exact_node_count(sequence, tree)
+        tolerances = [0.0 if row < exact else sequence.slot.tolerance for row in range(len(scores))]
+        return PickRequest(picker, scores, positions, tolerances)
 
 
-def _checked(sequence: Sequence, read: int, tree: Tree, checked: Answer | Exception, known: Known) -> list[int]:
+def _checked(
+    sequence: Sequence, read: int, tree: Tree, checked: Answer | Exception, early: EarlyPicks | Exception
+) -> list[int]:
     """Commit what was checked, if all of the sequence was read. Returns the ids."""
     try:
-        if isinstance(checked, Exception):
-            raise checked
+        for one in (checked, early):
+            if isinstance(one, Exception):
+                raise one
+        assert isinstance(checked, Answer) and isinstance(early, EarlyPicks)
         sequence.meter.add(checked.cost.share, "target", "all")
         sequence.meter.target_replays += checked.cost.replayed
         sequence.read += read
@@ -209,7 +214,7 @@ def _checked(sequence: Sequence, read: int, tree: Tree, checked: Answer | Except
         if sequence.left or not _has_drafters(sequence):
             return []
         with sequence.meter.timing("all"):
-            return _commit(sequence, tree, checked, known)
+            return _commit(sequence, tree, checked, early)
     except Exception as error:
         sequence.fail(error)
         return []
@@ -225,12 +230,12 @@ def _has_drafters(sequence: Sequence) -> bool:
     return True
 
 
-def _commit(sequence: Sequence, tree: Tree, checked: Answer, known: Known) -> list[int]:
+def _commit(sequence: Sequence, tree: Tree, checked: Answer, early: EarlyPicks) -> list[int]:
     """Commit what the target picks along a guess, and let the drafts learn from it. Returns the ids."""
     session = sequence.session
     read = [*sequence.text.ids[-1:], *tree.tokens]
-    block, path, carried = _walk(sequence, tree, checked, known)
-    kept = [node for node in path[1:] if node < _in_place(sequence, tree)]
+    block, path, carried = _walk(sequence, tree, checked, early)
+    kept = [node for node in path[1:] if node < _exact_node_count(sequence, tree)]
     sequence.slot.keep(kept)
     sequence.read += len(kept)
     if session is not None:
@@ -262,8 +267,8 @@ def _hidden(sequence: Sequence, tree: Tree, checked: Answer, nodes: list[int]) -
 
 
 @torch.no_grad()
-def _walk(sequence: Sequence, tree: Tree, checked: Answer, known: Known) -> tuple[list[int], list[int], int | None]:
-    """Pick id after id along the guesses, until no guess matches or the sequence ends. `known`: the first picks.
+def _walk(sequence: Sequence, tree: Tree, checked: Answer, early: EarlyPicks) -> tuple[list[int], list[int], int | None]:
+    """Pick id after id along the guesses, until no guess matches or the sequence ends.
 
     Returns the picked ids; the nodes after which they were picked (-1, for the context, and then accepted guesses); and the
     carried token: the likely next pick, if it is left to the next round.
@@ -274,8 +279,8 @@ def _walk(sequence: Sequence, tree: Tree, checked: Answer, known: Known) -> tupl
     block, path, carried = list[int](), list[int](), None
     node: int | None = -1
     while node is not None and sequence.finish_reason is None:
-        token, sure = _pick(sequence, tree, node, checked, known)
-        if token is None or not sure:
+        token, certain = _pick(sequence, tree, node, checked, early)
+        if token is None or not certain:
             carried = token
             break
         path.append(node)
@@ -290,23 +295,18 @@ def _walk(sequence: Sequence, tree: Tree, checked: Answer, known: Known) -> tupl
     return block, path, carried
 
 
-def _pick(sequence: Sequence, tree: Tree, node: int, checked: Answer, known: Known) -> tuple[int | None, bool]:
-    """The pick after a node, and whether it is sure. If it may depend on the node's position in the cache, it is left to the
+def _pick(sequence: Sequence, tree: Tree, node: int, checked: Answer, early: EarlyPicks) -> tuple[int | None, bool]:
+    """The pick after a node, and whether it is certain. If it may depend on the node's position in the cache, it is left to the
     next round.
     """
-    picker, ids, place, row = sequence.picker, sequence.ids, sequence.text.position, slice(node + 1, node + 2)
-    in_place = node < _in_place(sequence, tree)
-    for token, margin in known.picks[row]:
-        if in_place:
-            return picker.picked(ids, known.scores[row], place) if token is None else picker.note(token, margin), True
-        if token is not None:
-            return picker.surely(token, margin, sequence.slot.tolerance)
-    if in_place:
-        return picker.pick(ids, checked.logits[row], place, tree, node), True
-    return picker.sure(ids, checked.logits[row], place, sequence.slot.tolerance)
+    picker, logits = sequence.picker, checked.logits[node + 1 : node + 2]
+    given = sequence.ids, logits, sequence.text.position
+    if node < _exact_node_count(sequence, tree):
+        return picker.pick(*given, after=(tree, node), early=early.row(node + 1)), True
+    return picker.if_certain(*given, sequence.slot.tolerance, early.row(node + 1))
 
 
-def _in_place(sequence: Sequence, tree: Tree) -> int:
+def _exact_node_count(sequence: Sequence, tree: Tree) -> int:
     """How many of the first nodes get exactly the logits that they would get if they were committed first.
 
     With fixed shapes, those of the others differ in their last bits: attention adds up in the order of the cache. They are

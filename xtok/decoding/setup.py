@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from transformers import PreTrainedModel
 
-from xtok.decoding.accept import Accept
+from xtok.drafts.acceptance import Accept
 from xtok.drafts.base import Draft
 from xtok.drafts.heads import HeadsDrafter
 from xtok.drafts.model import ModelDraft
@@ -40,19 +40,17 @@ _UNSTABLE = (
 class Setup:
     """The target, what guesses for it and how much, and how guesses are accepted.
 
-    `names`: the unique names of `drafts`, in order. `rejection_budget`: for rejection sampling: chains of one length, since a
-    guess must not be cut by what was drawn. `accept`: accepts guesses of sampled sequences; None to accept those that the
-    target draws itself. `stable`, `compile`: as the caller gave them. `shapes`: the fixed shapes of the target's forward
-    passes, if any. `captures`: whether forward passes are captured as CUDA graphs. `placed`: the device and the dtype of each
-    model when these were decided. Two parts change: `policy`, which learns from all sequences what guessing costs and gains,
-    and `caches`, which keeps KV caches for later calls. A copy has its own.
+    `names`: the unique names of `drafts`, in order. `accept`: accepts guesses of sampled sequences by their probabilities;
+    None to accept those that the target draws itself. `stable`, `compile`: as the caller gave them. `shapes`: the fixed shapes
+    of the target's forward passes, if any. `captures`: whether forward passes are captured as CUDA graphs. `placed`: the device
+    and the dtype of each model when these were decided. Two parts change: `policy`, which learns from all sequences what
+    guessing costs and gains, and `caches`, which keeps KV caches for later calls. A copy has its own.
     """
 
     target: Target
     drafts: tuple[Draft, ...] = ()
     names: tuple[str, ...] = ()
     budget: Budget
-    rejection_budget: Budget
     acceptance: Acceptance = "match"
     accept: Accept | None = None
     stable: bool | None = None

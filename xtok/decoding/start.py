@@ -14,7 +14,6 @@ from xtok.drafts.formats import FormatDraft
 from xtok.drafts.lookup import PromptLookup
 from xtok.drafts.meter import Meter
 from xtok.drafts.policy.policy import Policy
-from xtok.drafts.policy.settings import Budget
 from xtok.drafts.recycling import TokenRecycling
 from xtok.drafts.session import Session
 from xtok.models.cache_set import CacheSet, Slots
@@ -40,11 +39,11 @@ def start(setup: Setup, request: Prepared, caches: CacheSet, most: int | None = 
         adopted = slot.adopt(request.unpadded) if slots.adopts else 0
         judged = request.noise is not None and setup.accept is not None
         meter = Meter(chains_only=not branches, exact=not judged and not varies, shared_forwards=slot.shares)
-        own = _own_drafts(request, judged=judged) if guesses else {}
+        own = _own_drafts(request) if guesses and not judged else {}  # guesses of another kind would spoil the distribution
         policy: Policy | None = None
         if guesses:  # if bits depend on shapes, guesses must not depend on a clock: a repeated call is to give the same text
             policy = setup.policy_without_a_clock() if varies and setup.stable is not False else setup.policy
-        budget = _budget(setup, judged=judged, branches=branches)
+        budget = setup.budget if branches else replace(setup.budget, width=1)
         recorded = request.recorded("output_scores"), request.recorded("output_logits")
         text = SequenceText(vocabulary.view, request.unpadded)
         return Sequence(
@@ -57,7 +56,7 @@ def start(setup: Setup, request: Prepared, caches: CacheSet, most: int | None = 
                 meter,
                 request.noise,
                 None if request.noise is None else vocabulary.keys.to(request.ids.device),
-                setup.accept,
+                setup.accept if judged else None,
                 tolerance,
                 *recorded,
             ),
@@ -78,19 +77,11 @@ def start(setup: Setup, request: Prepared, caches: CacheSet, most: int | None = 
         raise
 
 
-def _budget(setup: Setup, *, judged: bool, branches: bool) -> Budget:
-    if judged and setup.acceptance == "rejection":
-        return setup.rejection_budget
-    return setup.budget if branches else replace(setup.budget, width=1)
-
-
-def _own_drafts(request: Prepared, *, judged: bool) -> dict[str, Draft]:
-    """The drafts that only this sequence has, by name. If guesses are judged by probabilities, formats are left out: dropping
-    some guesses would change the distribution of the others.
-    """
+def _own_drafts(request: Prepared) -> dict[str, Draft]:
+    """The drafts that only this sequence has, by name."""
     guides = [make for one in request.processors if callable(make := getattr(one, "guide", None))]
     own: dict[str, Draft] = {}
-    if guides and not judged:
+    if guides:
         own[FORMAT] = FormatDraft(partial(guides[0], request.ids[0].tolist()), len(request.unpadded))
     return own if request.prediction is None else {**own, PREDICTION: request.prediction}
 
@@ -100,7 +91,7 @@ def _session(setup: Setup, request: Prepared, meter: Meter, slots: Slots, policy
         setup.target.vocabulary,
         meter,
         samples=request.noise is not None,
-        independent=setup.acceptance == "rejection",
+        independent=request.noise is not None and setup.acceptance == "rejection",
         end=request.end,
         warpers=warpers(request.processors),
         prompt=request.prompt,

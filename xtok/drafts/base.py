@@ -59,8 +59,8 @@ class Request:
     """What a drafter needs to know of the sequence that it is to guess for.
 
     `vocabulary`: the target's. `meter`: the sequence's counts and times. `samples`: whether the target samples. `independent`:
-    guesses are to be random draws under their own noise and to carry their distributions, for speculative sampling. `end`: the
-    target's id that ends a text. `warpers`: the logits processors that suit any vocabulary, such as temperature. `prompt`: a
+    guesses are to be independent random draws that carry their distributions, for rejection sampling. `end`: the target's id
+    that ends a text. `warpers`: the logits processors that suit any vocabulary, such as temperature. `prompt`: a
     text, a chat, or None if the target was given ids. `template`: the arguments of the chat template. `model`: the target;
     None if another engine runs it. `hidden_layers`: after which of its layers drafters are shown hidden states. `slots`: the
     sequence's cache slots in all models.
@@ -79,7 +79,7 @@ class Request:
     slots: Slots = field(default_factory=Slots)
 
     @property
-    def shapes(self) -> LogitsProcessorList:
+    def draft_warpers(self) -> LogitsProcessorList:
         """The processors to apply to a draft's logits: `warpers`, or none if the target is greedy."""
         return self.warpers if self.samples and self.warpers is not None else LogitsProcessorList()
 

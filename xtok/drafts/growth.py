@@ -12,14 +12,13 @@ from transformers import LogitsProcessorList
 from transformers.generation.logits_process import TemperatureLogitsWarper
 
 from xtok.align.tokenbytes import TokenBytes
-from xtok.drafts.base import Context, ModelDrafter
+from xtok.drafts.base import Context
 from xtok.drafts.meter import Meter
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.tree import Tree
 from xtok.models.forwards import Look, Looked, Steps
-from xtok.sampling.draws import Distribution, race
 from xtok.sampling.largest import largest
-from xtok.sampling.noise import GUESS, PICK, near_exponential, states_of
+from xtok.sampling.noise import PICK, near_exponential, states_of
 
 CHILDREN = 8
 """How many continuations of a guess are considered."""
@@ -55,35 +54,13 @@ class Path:
 
 @dataclass
 class IdPath(Path):
-    """A guess in the target's `ids`. `controls`: how many of them have no bytes. `distributions`: what they were drawn from,
-    for speculative sampling.
-    """
+    """A guess in the target's `ids`. `controls`: how many of them have no bytes."""
 
     ids: tuple[int, ...] = ()
     controls: int = 0
-    distributions: tuple[Distribution, ...] = ()
 
 
 AnyPath = TypeVar("AnyPath", bound=Path)
-
-
-class TreeDrafter(ModelDrafter):
-    """A drafter whose guesses grow level by level. An error after a first draw is raised in the next round instead: discarding
-    draws because of it would change the distribution of those that are kept.
-    """
-
-    _failure: Exception | None = None
-
-    def _raise_failure(self) -> None:
-        if (failure := self._failure) is not None:
-            self._failure = None
-            try:
-                raise failure
-            finally:
-                del failure  # an exception and its frames would keep each other, and caches with them, alive
-
-    def _fail_later(self, error: Exception) -> None:
-        self._failure = error.with_traceback(None)  # which would keep all tensors of the forward pass alive
 
 
 def likeliest(logits: Tensor, warpers: LogitsProcessorList) -> tuple[Tensor | None, Tensor]:
@@ -113,17 +90,6 @@ def noise_after(context: Context, guesses: Sequence[IdPath], keys: Tensor) -> Te
     largest quotient is at the id that it draws.
     """
     return near_exponential(keys, states_of(noise_states(context, guesses), keys.device))
-
-
-def drawn(meter: Meter, context: Context, guess: IdPath, distribution: Distribution, keys: Tensor) -> tuple[int, float]:
-    """An id drawn from `distribution` after a guess, under noise that the target doesn't use, and its probability.
-
-    `keys`: the noise keys of all ids of the target, (vocabulary,), int64.
-    """
-    with meter.timing("noise"):
-        states = states_of(noise_states(context, [guess], GUESS), keys.device)
-        index = int(race(distribution.probabilities.log()[None], keys[distribution.ids], states, 1, whole=True)[1])
-    return int(distribution.ids[index]), float(distribution.probabilities[index])
 
 
 def as_lists(meter: Meter, *parts: Tensor) -> Steps[list[list[Any]]]:

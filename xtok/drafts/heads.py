@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from xtok.align.tokenbytes import TokenBytes
+from xtok.drafts.acceptance import DrawnChains
 from xtok.drafts.base import Drafter, Request, check_request
 from xtok.drafts.eagle3 import check_eagle3, layers_of_eagle3, load_eagle3, read_eagle3
 from xtok.drafts.medusa import MedusaDrafter, MedusaHeads
@@ -159,14 +160,14 @@ class HeadsDrafter:
         columns = tuple(request.hidden_layers.index(layer) for layer in layers)
         keys = request.vocabulary.keys.to(device_of(model))
         if isinstance(made, MedusaHeads):
-            return MedusaDrafter(made, columns[0], keys, output_embeddings(model), view, request.meter, request.shapes)
+            return MedusaDrafter(made, columns[0], keys, output_embeddings(model), view, request.meter, request.draft_warpers)
         slot = request.slots.take(made, hidden_layers=(LAST,))
         if not slot.shares:
             raise InvalidInputError(
                 f"In {model.dtype} on {model.device}, these heads give other logits in a tree than alone. Use another draft."
             )
-        independent = request.independent and request.samples
-        return SequentialDrafter(made, slot, columns, keys, view, request.meter, request.shapes, independent)
+        drafter = SequentialDrafter(made, slot, columns, keys, view, request.meter, request.draft_warpers)
+        return DrawnChains(drafter) if request.independent else drafter
 
 
 _SCALE = ".scale"

@@ -9,6 +9,7 @@ from xtok.align.continuation import Continuation
 from xtok.align.projection import Projection, identity_projection, projection
 from xtok.align.tokenbytes import same_tokens
 from xtok.align.vocabulary import Vocabulary
+from xtok.drafts.acceptance import DrawnChains
 from xtok.drafts.base import Drafter, Request
 from xtok.drafts.candidates import Candidates
 from xtok.drafts.cross_tokenizer import CrossTokenizerDrafter
@@ -53,19 +54,13 @@ class ModelDraft:
             return self._projected(model, reader, request, end=request.end)
         return CrossTokenizerDrafter(model, reader, Continuation(self._target.encoder), request.end, request.meter)
 
-    def _projected(self, model: DraftModel, reader: Reader, request: Request, end: int | None) -> ProjectedDrafter:
+    def _projected(self, model: DraftModel, reader: Reader, request: Request, end: int | None) -> Drafter:
         if end not in self._candidates:
             own, keys = self._draft.vocabulary, self._target.keys.to(device_of(self._draft.model))
             self._candidates[end] = Candidates(self._projection, own.size, keys, own.ends, end)
-        return ProjectedDrafter(
-            model,
-            reader,
-            self._candidates[end],
-            self._target.view,
-            request.meter,
-            request.shapes,
-            independent=request.independent and request.samples,
-        )
+        candidates, view = self._candidates[end], self._target.view
+        drafter = ProjectedDrafter(model, reader, candidates, view, request.meter, request.draft_warpers)
+        return DrawnChains(drafter) if request.independent else drafter
 
 
 def _own_prompt(tokenizer: Any, request: Request) -> list[int] | None:

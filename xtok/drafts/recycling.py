@@ -54,7 +54,7 @@ class TokenRecycling:
         check_request(request)
         with self._lock:
             table = self._tables.setdefault(request.vocabulary, _Table(request.vocabulary.size))
-        return Recycler(table, request.vocabulary, request.meter, request.shapes)
+        return Recycler(table, request.vocabulary, request.meter, request.draft_warpers)
 
 
 class _Table:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -12,11 +12,12 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.mistral.modeling_mistral import MistralRMSNorm
 
 from xtok.align.tokenbytes import TokenBytes
+from xtok.drafts.acceptance import DrawableDrafter
 from xtok.drafts.base import Context
-from xtok.drafts.growth import SHARPNESS, IdPath, TreeDrafter, check_numbers, child, drawn, grown, likeliest, next_ids, tree_of
+from xtok.drafts.growth import SHARPNESS, IdPath, check_numbers, child, grown, likeliest, next_ids, tree_of
 from xtok.drafts.meter import Meter
 from xtok.drafts.policy.settings import Budget
-from xtok.drafts.tree import Tree, chain
+from xtok.drafts.tree import Tree
 from xtok.models.cache import CACHE, device_of, ids_read, output_embeddings, vocabulary_size
 from xtok.models.forwards import Answer, Ask, Slot, Steps
 from xtok.sampling.draws import Distribution
@@ -206,10 +207,9 @@ def checked_ids(ids: Tensor, model: PreTrainedModel) -> Tensor:
 
 
 @dataclass(eq=False, repr=False)
-class SequentialDrafter(TreeDrafter):
+class SequentialDrafter(DrawableDrafter):
     """The drafter of sequential heads for one sequence. `slot`: its cache slot in the heads. `columns`: the indices, among the
-    layers that drafters are shown, of those to read. `keys`: the noise keys of the target's ids. `independent`: guesses are
-    draws under other noise, with their distributions, for speculative sampling.
+    layers that drafters are shown, of those to read. `keys`: the noise keys of the target's ids.
 
     The slot holds the pairs of the ids from `_start` on, and those of a tree's nodes while it grows. `_hidden`: the hidden
     states of the `_waiting` pairs after those, which are yet to be read, in parts, (pairs, layers, hidden size) each.
@@ -223,7 +223,6 @@ class SequentialDrafter(TreeDrafter):
     view: TokenBytes
     meter: Meter
     warpers: LogitsProcessorList
-    independent: bool = False
     _start: int = 0
     _hidden: list[Tensor] = field(default_factory=list)
     _waiting: int = 0
@@ -265,34 +264,31 @@ class SequentialDrafter(TreeDrafter):
 
     @torch.no_grad()
     def guess(self, context: Context, budget: Budget) -> Steps[Tree]:
-        """A tree of the most likely guesses; a chain if the budget's width is 1 or draws are independent; empty while no hidden
-        state is known.
+        """A tree of the most likely guesses; a chain if the budget's width is 1; empty while no hidden state is known."""
+        if (begun := self.begin(context, budget)) is None:
+            return Tree()
+        root, _, reading = begun
+        with self.meter.drafting():
+            first = (yield from self._children(context, (yield from reading), [root], budget))[0]
+        return tree_of((yield from grown(first, budget, lambda front: self._expanded(context, front, budget))), budget)
 
-        An error after a first draw is raised in the next round.
-        """
-        self._raise_failure()
+    def begin(self, context: Context, budget: Budget) -> tuple[IdPath, int, Steps[Tensor]] | None:
         if (excess := self._waiting - self.heads.window) > 0:
             self._restart(self._start + self.slot.length + excess, [torch.cat(self._hidden)[excess:]])
         ids = context.ids[self._start + self.slot.length :]
         if not ids or len(ids) != self._waiting:
-            return Tree()
-        with self.meter.drafting():
-            logits = yield from self._read(list(ids), self.heads.fused(torch.cat(self._hidden)[:, list(self.columns)]))
-            self._hidden, self._waiting = [], 0
-            first = (yield from self._children(context, logits, [IdPath(1.0, -1, b"")], -1, budget))[0]
-        guesses = yield from grown(first, budget, lambda front: self._expanded(context, front, budget))
-        if not self.independent:
-            return tree_of(guesses, budget)
-        return chain(guesses[-1].ids, guesses[-1].written, guesses[-1].distributions)
+            return None
+        return IdPath(1.0, -1, b""), min(budget.depth, budget.longest), self._read_pairs(list(ids))
 
-    def _read(self, ids: list[int], states: Tensor) -> Steps[Tensor]:
-        """Read pairs. Returns the logits after the last, (1, ids)."""
+    def _read_pairs(self, ids: list[int]) -> Steps[Tensor]:
+        """Read the waiting pairs, whose ids are given. Returns the logits after the last, (1, ids)."""
+        states = self.heads.fused(torch.cat(self._hidden)[:, list(self.columns)])
         size = self.slot.chunk or len(ids)
         for at in range(0, len(ids), size):
             some = slice(at, at + size)
             answer = yield from self._forward(Ask(self.slot, ids[some], 1, (), states[some]))
         assert answer.hidden is not None
-        self._states = [answer.hidden[-1, 0]]
+        self._states, self._hidden, self._waiting = [answer.hidden[-1, 0]], [], 0
         return answer.logits
 
     def _forward(self, ask: Ask) -> Steps[Answer]:
@@ -303,42 +299,43 @@ class SequentialDrafter(TreeDrafter):
 
     def _expanded(self, context: Context, front: list[IdPath], budget: Budget) -> Steps[list[list[IdPath]]]:
         """The continuations of some guesses, all by one forward pass."""
-        try:
-            with self.meter.drafting():
-                return (yield from self._continued(context, front, budget))
-        except Exception as error:
-            self._fail_later(error)
-            return [[] for _ in front]
+        with self.meter.drafting():
+            logits = yield from self.read(front)
+            return (yield from self._children(context, logits, front, budget))
 
-    def _continued(self, context: Context, front: list[IdPath], budget: Budget) -> Steps[list[list[IdPath]]]:
-        node, parents = self.slot.branched, [guess.parent for guess in front]
+    def read(self, front: Sequence[IdPath]) -> Steps[Tensor]:
+        """The logits after each guess, (guesses, ids). A guess's `parent` becomes its own node."""
+        parents = [guess.parent for guess in front]
+        for node, guess in enumerate(front, start=self.slot.branched):
+            guess.parent = node
         states = torch.stack([self._states[parent + 1] for parent in parents])
         answer = yield from self._forward(Ask(self.slot, [guess.ids[-1] for guess in front], len(front), parents, states))
         assert answer.hidden is not None
         self._states += answer.hidden[:, 0]
-        return (yield from self._children(context, answer.logits, front, node, budget))
+        return answer.logits
 
-    def _children(
-        self, context: Context, logits: Tensor, front: Sequence[IdPath], node: int, budget: Budget
-    ) -> Steps[list[list[IdPath]]]:
-        """The continuations of each guess by its row of logits, (guesses, ids). `node`: that of the first guess."""
-        logits = logits if context.noise is not None else logits * SHARPNESS
-        own, probabilities = likeliest(logits.to(self.keys.device), self.warpers)
-        table = self.heads.ids.to(self.keys.device)
-        ids = table.expand(len(logits), -1) if own is None else table[own]
-        if self.independent:
-            check_numbers(logits, probabilities[:, :1].tolist())
-            return [[self._drawn(context, front[0], Distribution(ids[0], probabilities[0].double()), node)]]
+    def _children(self, context: Context, logits: Tensor, front: Sequence[IdPath], budget: Budget) -> Steps[list[list[IdPath]]]:
+        """The continuations of each guess by its row of logits, (guesses, ids)."""
+        ids, probabilities = self._likeliest(logits if context.noise is not None else logits * SHARPNESS)
         found = yield from next_ids(self.meter, context, front, ids, probabilities, self.keys, self.view)
-        for at, children in enumerate(found, start=node):
+        for guess, children in zip(front, found, strict=True):
             for one in children:
-                one.parent = at
+                one.parent = guess.parent
         return [children[:1] for children in found] if budget.width == 1 else found
 
-    def _drawn(self, context: Context, guess: IdPath, distribution: Distribution, node: int) -> IdPath:
-        """The guess continued by an id that is drawn from `distribution`."""
-        kept = distribution.probabilities > 0
-        distribution = Distribution(distribution.ids[kept], distribution.probabilities[kept] / distribution.probabilities.sum())
-        token, probability = drawn(self.meter, context, guess, distribution, self.keys)
+    def _likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """As `growth.likeliest`, in the target's ids: (rows, ids) each."""
+        own, probabilities = likeliest(logits.to(self.keys.device), self.warpers)
+        table = self.heads.ids.to(self.keys.device)
+        return table.expand(len(logits), -1) if own is None else table[own], probabilities
+
+    def distribution(self, logits: Tensor) -> Distribution:
+        ids, probabilities = self._likeliest(logits)
+        check_numbers(logits, probabilities[:, :1].tolist())
+        found, kept = probabilities[0].double(), probabilities[0] > 0
+        return Distribution(ids[0][kept], found[kept] / found.sum())
+
+    def child(self, context: Context, guess: IdPath, token: int, probability: float) -> IdPath:
         found = child(context, self.view, guess, probability, token)
-        return replace(found, parent=node, distributions=(*guess.distributions, distribution))
+        found.parent = guess.parent
+        return found

@@ -147,27 +147,11 @@ def _probability(probabilities: Tensor, compare: Callable[..., Tensor], scores: 
     return compare(scores, score, out=torch.empty_like(probabilities)).mul_(probabilities).sum(dim=1, keepdim=True)
 
 
-def sure_draw(scores: Tensor, keys: Tensor, state: int, cuts: Sequence[Any], tolerance: float) -> Draw:
-    """The draw after `cuts`, and by how much it beats the second best of all scores + noise: 0 if a cut might drop it.
-
-    Law: if its margin is above `tolerance`, any scores that differ from these by up to half of that give the same draw.
-    Otherwise it may not be the draw of these scores either, if it is too near to a cut. Arguments are those of `draw`.
-    """
-    drawn = draw(scores, keys, state)
-    assert drawn is not None
-    token, margin = drawn
-    if margin > tolerance:
-        tokens = scores.new_tensor([[token]], dtype=torch.int64)
-        if bool(_surely_left(scores[None], tokens, cuts, scores.new_tensor([[tolerance]], dtype=torch.float64))):
-            return drawn
-    return Draw((draw(scores, keys, state, cuts) or drawn).token, 0.0)
-
-
 def sure_margins(scores: Tensor, keys: Tensor, states: Tensor, cuts: Sequence[Any], tolerances: Tensor) -> Tensor:
-    """As the margins of `sure_draw`, for several rows at once and without a transfer: (rows,), float64.
+    """By how much the best of all scores + noise beats the second best: (rows,), float64. 0 if a cut might drop it.
 
-    A margin that isn't above its tolerance may be another number that isn't either. `tolerances`: (rows, 1), float64. The other
-    arguments are those of `draws`.
+    Law: if a margin is above its tolerance, any scores that differ from these by up to half of that give the same draw, and
+    cuts keep it. `tolerances`: (rows, 1), float64. The other arguments are those of `draws`.
     """
     tokens, margins = draws(scores, keys, states)
     left = _surely_left(scores, tokens.clamp(min=0)[:, None], cuts, tolerances)[:, 0]

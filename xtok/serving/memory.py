@@ -4,7 +4,7 @@ from math import ceil
 
 from xtok.decoding.prepare import Prepared
 from xtok.decoding.setup import Setup
-from xtok.errors import InvalidInputError, UnsupportedArgumentError, UnsupportedModelError
+from xtok.errors import InvalidInputError, UnsupportedModelError
 from xtok.models.probe import traits
 
 
@@ -15,11 +15,6 @@ class Memory:
         """`size`: in bytes. Raises an error of `xtok.errors` if it is too small or no number, or memory can't be bounded."""
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise InvalidInputError(f"memory is {size!r}; give a number of bytes, such as 8 * 1024**3.")
-        if setup.acceptance == "rejection":
-            raise UnsupportedArgumentError(
-                "memory can't be bounded with acceptance='rejection': a bound may change how much of a text the draft reads, "
-                "and so the ids. Leave memory out, or use acceptance='match'."
-            )
         position = 0
         for model in setup.models:
             if (own := traits(model).position_bytes) is None:
