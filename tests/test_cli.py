@@ -24,11 +24,11 @@ from xtok.align.fit import fit
 from xtok.cli import commands as cli
 from xtok.cli import console, demo
 from xtok.cli.generate import _print
+from xtok.decoding.pick import NearTie
 from xtok.errors import InvalidInputError
 from xtok.models.load import load
 from xtok.pair import DRAFT, HEADS, TARGET, prompts
 from xtok.results.progress import advanced
-from xtok.results.stats import NearTie
 
 
 def run(*arguments: str, code: int = 0, stdin: bytes | None = None) -> tuple[str, str]:

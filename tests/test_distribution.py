@@ -31,10 +31,9 @@ from xtok.decoding.rounds import run_one
 from xtok.decoding.sequence import Sequence as Written
 from xtok.drafts.acceptance import DrawnChains, rejection
 from xtok.drafts.base import Drafter
-from xtok.drafts.candidates import Candidates
 from xtok.drafts.meter import Meter
 from xtok.drafts.policy.policy import Policy
-from xtok.drafts.projected import ProjectedDrafter
+from xtok.drafts.projected import Candidates, ProjectedDrafter
 from xtok.drafts.reader import Reader
 from xtok.drafts.session import Session
 from xtok.models.cache_set import Slots

@@ -16,10 +16,9 @@ from xtok.align.encoding import encoder
 from xtok.align.keys import noise_keys
 from xtok.align.projection import Projection, projection
 from xtok.align.tokenbytes import token_bytes
-from xtok.drafts.candidates import Candidates
 from xtok.drafts.cross_tokenizer import CrossTokenizerDrafter
 from xtok.drafts.meter import Meter
-from xtok.drafts.projected import ProjectedDrafter
+from xtok.drafts.projected import Candidates, ProjectedDrafter
 from xtok.drafts.reader import Reader
 from xtok.models.cache import new_cache
 from xtok.models.cached_model import CachedModel

@@ -21,13 +21,12 @@ from xtok.align.encoding import encoder
 from xtok.align.tokenbytes import token_bytes
 from xtok.align.vocabulary import Vocabulary
 from xtok.drafts.base import Request
-from xtok.drafts.corpus import Corpus, TextMemory
+from xtok.drafts.corpus import Corpus, Repeats, TextMemory
 from xtok.drafts.given import as_draft
 from xtok.drafts.lookup import Belief, Lookup
 from xtok.drafts.meter import Meter
 from xtok.drafts.policy.draft import DraftPolicy
 from xtok.drafts.policy.policy import Policy
-from xtok.drafts.repeats import Repeats
 from xtok.drafts.session import Session
 from xtok.drafts.tree import chain
 from xtok.errors import InvalidInputError

@@ -139,7 +139,7 @@ def spied() -> Iterator[list[tuple[Any, int, bool, torch.Tensor]]]:
     seen, pick = [], decode._pick
 
     def spy(text: Any, tree: Tree, node: int, checked: Answer, picks: Any) -> int | None:
-        seen.append((text, len(text.new_ids), node < decode._in_place(text, tree), checked.logits[node + 1].clone()))
+        seen.append((text, len(text.new_ids), node < decode._exact_node_count(text, tree), checked.logits[node + 1].clone()))
         return pick(text, tree, node, checked, picks)
 
     with pytest.MonkeyPatch.context() as patch:

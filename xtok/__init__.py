@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from xtok.drafts.policy.settings import Budget
     from xtok.drafts.recycling import TokenRecycling
     from xtok.drafts.tree import Tree, chain
-    from xtok.results.generation import Generation
-    from xtok.results.stats import Stats
+    from xtok.results.generation import Generation, Stats
     from xtok.results.trace import Token, WrittenRound
     from xtok.sampling.grammar import Grammar
     from xtok.serving.drafting import DraftedText, DraftEngine
@@ -66,9 +65,8 @@ _HOMES = {
     "xtok.serving.drafting": ("DraftEngine", "DraftedText"),
     "xtok.serving.engine": ("Engine", "EngineStats"),
     "xtok.serving.ticket": ("Ticket",),
-    "xtok.results.generation": ("Generation",),
+    "xtok.results.generation": ("Generation", "Stats"),
     "xtok.decoding.sequence": ("Round",),
-    "xtok.results.stats": ("Stats",),
     "xtok.results.trace": ("Token", "WrittenRound"),
     "xtok.sampling.grammar": ("Grammar",),
     "xtok.drafts.tree": ("Tree", "chain"),

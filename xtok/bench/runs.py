@@ -16,8 +16,8 @@ from xtok.assisted import XTokAssisted
 from xtok.errors import InvalidInputError
 from xtok.models.prompts import Prompt, prompt_ids
 from xtok.models.timing import timed
+from xtok.results.generation import Stats
 from xtok.results.progress import bar
-from xtok.results.stats import Stats
 
 K = TypeVar("K")
 ALONE, NONE, XTOK = "target alone", "xtok, no draft", "xtok"

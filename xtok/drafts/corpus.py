@@ -1,8 +1,9 @@
-"""An index of texts for looking up continuations, and a memory of the latest texts."""
+"""Finds earlier occurrences of the end of a text, and what followed them: in that text, in a corpus, in the latest texts."""
 
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
+from itertools import islice
 from threading import Lock
 
 import numpy as np
@@ -22,12 +23,99 @@ _SEGMENTS = 4
 _CHUNK = 1024
 """In chunks of this many bytes, a new text is compared with what is remembered."""
 
+_LEVELS = 16
+"""For how many repeated ends of the text, longest first, the latest occurrence is kept; for others it may be an older one."""
+_STEPS = 64
+"""How many repeated ends are searched for followers: a text that repeats itself has as many as it has ids."""
+
+
+class Repeats:
+    """A suffix automaton of ids that are appended one by one (Blumer et al. 1985, Theoretical Computer Science 40).
+
+    Law: `followers` are the ids that followed earlier occurrences of the text's ends, those of the longest ends first, and
+    among equally long ones the latest first. The time of an append or a lookup doesn't depend on the text's length.
+    """
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self._next: list[dict[int, int]] = [{}]
+        self._link = [-1]
+        self._length = [0]
+        self._end = [0]
+        self._last = 0
+
+    def append(self, token: int) -> None:
+        self.ids.append(token)
+        before, self._last = self._last, self._state(self._length[self._last] + 1, {}, -1)
+        state = before
+        while state >= 0 and token not in self._next[state]:
+            self._next[state][token] = self._last
+            state = self._link[state]
+        self._link[self._last] = self._suffix(state, token) if state >= 0 else 0
+        self._refresh(before, token)
+
+    def followers(self, count: int, ahead: int | None = None) -> list[tuple[int, int]]:
+        """At most `count` positions with different ids, each with how many ids before it agree with the end of the text.
+        `ahead`: one more id, which counts as the text's last.
+        """
+        found: dict[int, tuple[int, int]] = {}
+        state = self._link[self._last]
+        for _ in range(_STEPS):
+            if state < 0 or len(found) >= count:
+                break
+            agreeing, following = self._length[state], self._next[state]
+            if ahead is not None:
+                agreeing, following = agreeing + 1, self._next[following[ahead]] if ahead in following else {}
+            for token in islice(reversed(following), count if agreeing else 0):
+                found.setdefault(token, (self._end[following[token]] - 1, agreeing))
+            state = self._link[state]
+        return list(found.values())[:count]
+
+    def continuation(self, position: int, longest: int, ahead: int | None = None) -> list[int]:
+        """The `longest` ids from `position` on. Where the text (and the id `ahead`) ends, they start again at `position`: a
+        repetition is taken to go on.
+        """
+        found = self.ids[position : position + longest]
+        if ahead is not None and len(found) < longest:
+            found.append(ahead)
+        period = len(found)
+        return found if period == longest else [found[i % period] for i in range(longest)]
+
+    def _state(self, length: int, following: dict[int, int], link: int) -> int:
+        self._next.append(following)
+        self._link.append(link)
+        self._length.append(length)
+        self._end.append(len(self.ids))
+        return len(self._next) - 1
+
+    def _suffix(self, state: int, token: int) -> int:
+        """The state of the longest end that occurred before. It may have to be split off from another state."""
+        whole = self._next[state][token]
+        if self._length[whole] == self._length[state] + 1:
+            return whole
+        part = self._state(self._length[state] + 1, dict(self._next[whole]), self._link[whole])
+        while state >= 0 and self._next[state].get(token) == whole:
+            self._next[state][token] = part
+            state = self._link[state]
+        self._link[whole] = part
+        return part
+
+    def _refresh(self, state: int, token: int) -> None:
+        """Make the newest id the latest follower of the ends before it."""
+        for _ in range(_LEVELS):
+            if state < 0:
+                return
+            following = self._next[state]
+            following[token] = following.pop(token)
+            self._end[following[token]] = len(self.ids)
+            state = self._link[state]
+
 
 class Corpus:
     """Texts with an index of the bytes before each position: a suffix array of the reversed texts (Manber, Myers 1990).
 
     Law: `continuations` are what follows those positions before which most bytes, up to 32, agree with the end of the given
-    text. A lookup takes time proportional to the logarithm of the corpus's size; making the index takes a few sorts.
+    text. A lookup takes time proportional to the logarithm of the corpus's size; making the index takes one sort.
     """
 
     BYTES_PER_BYTE = 6
@@ -83,23 +171,9 @@ class Corpus:
 
 
 def _sorted_suffixes(data: "np.ndarray[tuple[int], np.dtype[np.uint8]]") -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
-    """The indices of all suffixes, sorted by their first `DEPTH` bytes, by prefix doubling (Manber, Myers 1990)."""
-    known = 8
-    keys = np.zeros(len(data), dtype=np.uint64)
-    padded = np.pad(data, (0, known))
-    for i in range(known):
-        keys = keys << np.uint64(8) | padded[i : i + len(data)]
-    while True:
-        order = np.argsort(keys, kind="stable")
-        steps = np.diff(keys[order], prepend=keys[order[:1]]) != 0
-        ranks = np.empty(len(data), dtype=np.uint64)
-        ranks[order] = np.cumsum(steps)
-        if known >= DEPTH or bool(steps[1:].all()):
-            return order
-        following = np.zeros(len(data), dtype=np.uint64)
-        following[: max(0, len(data) - known)] = ranks[known:] + np.uint64(1)
-        keys = ranks * np.uint64(len(data) + 1) + following
-        known *= 2
+    """The indices of all suffixes, sorted by their first `DEPTH` bytes."""
+    windows = np.lib.stride_tricks.sliding_window_view(np.pad(data, (0, DEPTH - 1)), DEPTH)
+    return np.argsort(np.ascontiguousarray(windows).view(f"S{DEPTH}")[:, 0], kind="stable")
 
 
 def _common(one: bytes, other: bytes) -> int:

@@ -9,14 +9,13 @@ from typing import Any
 from xtok.align.continuation import Continuation
 from xtok.align.encoding import Encoder
 from xtok.drafts.base import Context, Request, check_request
-from xtok.drafts.corpus import Corpus, TextMemory
+from xtok.drafts.corpus import Corpus, Repeats, TextMemory
 from xtok.drafts.policy.settings import Budget
-from xtok.drafts.repeats import Repeats
 from xtok.drafts.tree import Tree, Trie
 from xtok.errors import InvalidInputError, shown
 
 _LONGEST = 8
-"""The most agreeing ids that are told apart: more count as this many."""
+"""The cap on the length of a match, in ids."""
 _PRIOR = (0.0, 0.2, 0.5, 0.7, 0.8, 0.85, 0.9, 0.9, 0.9)
 """How often the next id is the same if 0, 1, … ids before it are: an assumption, until enough was observed."""
 _WEIGHT = 4

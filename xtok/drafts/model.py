@@ -11,9 +11,8 @@ from xtok.align.tokenbytes import same_tokens
 from xtok.align.vocabulary import Vocabulary
 from xtok.drafts.acceptance import DrawnChains
 from xtok.drafts.base import Drafter, Request
-from xtok.drafts.candidates import Candidates
 from xtok.drafts.cross_tokenizer import CrossTokenizerDrafter
-from xtok.drafts.projected import ProjectedDrafter
+from xtok.drafts.projected import Candidates, ProjectedDrafter
 from xtok.drafts.reader import IdReader, Reader
 from xtok.models.cache import device_of
 from xtok.models.prompts import chat_ids, is_chat

@@ -25,7 +25,7 @@ from xtok.models.modes import current, within
 from xtok.models.packed import refresh_packed
 from xtok.models.prompts import KnownPrompt, Prompt
 from xtok.models.shapes import CHUNK
-from xtok.results.generation import finished
+from xtok.results.generation import Generation, finished
 from xtok.serving.memory import Memory
 from xtok.serving.ticket import Ticket
 
@@ -249,13 +249,15 @@ class Engine:
             self._drop_cancelled()
         if self._waiting and not self._running:  # models may have been changed since something ran
             self._look(self._waiting[0].shared)
-        new = list[_Entry]()
+        new = list[Sequence]()
         while (entry := self._next()) is not None:
-            new.append(entry)
-            if (error := self._failed_start(entry)) is not None:
+            try:
+                entry.sequence = start(entry.shared.setup, entry.prepared, entry.shared.caches, entry.most)
+                new.append(entry.sequence)
+            except BaseException as error:  # noqa: PERF203
                 self._end(entry, error)
         self._started = perf_counter()
-        return [entry.sequence for entry in new if entry.sequence is not None]
+        return new
 
     def _next(self) -> _Entry | None:
         """Take the request that waits longest, if it can start now."""
@@ -291,14 +293,6 @@ class Engine:
                 entry.sequence.end("cancelled")
             self._end(entry, CancelledError("The text was cancelled."))
 
-    def _failed_start(self, entry: _Entry) -> BaseException | None:
-        """Start a request's sequence. Returns the error if that fails."""
-        try:
-            entry.sequence = start(entry.shared.setup, entry.prepared, entry.shared.caches, entry.most)
-        except BaseException as error:
-            return error
-        return None
-
     def _deliver(self, committed: dict[Sequence, list[int]]) -> None:
         """Hand out what was committed, and let those go that have ended."""
         for entry in list(self._running):
@@ -307,20 +301,11 @@ class Engine:
                 entry.ticket.count(entry.sequence.rounds[-1])
                 entry.ticket.add(b"".join(entry.sequence.text.pieces[-len(block) :]))
             if entry.sequence.finish_reason is not None:
-                self._end(entry, self._result(entry))
+                entry.ticket.add(b"", final=entry.sequence.error is None)
+                self._end(entry, entry.sequence.error or finished(entry.sequence))
         committed.clear()  # frames of errors, which tickets keep, would hold sequences by it
 
-    def _result(self, entry: _Entry) -> Any:
-        """The result of a request that has ended, or its error."""
-        assert entry.sequence is not None
-        try:
-            result = finished(entry.sequence)
-        except BaseException as error:
-            return error
-        entry.ticket.add(b"", final=True)
-        return result
-
-    def _end(self, entry: _Entry, result: Any) -> None:
+    def _end(self, entry: _Entry, result: Generation | BaseException) -> None:
         with self._changed:
             (self._running if entry in self._running else self._waiting).remove(entry)
             if entry.sequence is not None:
@@ -331,7 +316,7 @@ class Engine:
 
 
 def _freed(error: BaseException) -> BaseException:
-    """The error, whose frames no longer hold anything, such as caches."""
+    """The error, whose frames, and those that called them, no longer hold anything, such as caches."""
     trace = error.__traceback__ and error.__traceback__.tb_next
     for frame, _ in walk_tb(trace):
         for caller, _ in walk_stack(frame):
