@@ -56,11 +56,11 @@ from xtok.align.projection import identity_projection
 from xtok.align.tokenbytes import same_tokens, token_bytes
 from xtok.align.vocabulary import Vocabulary
 from xtok.drafts.base import Drafter, ModelDrafter, Request
+from xtok.drafts.given import ModelDraft
 from xtok.drafts.growth import Path, grown
 from xtok.drafts.heads import HeadsDrafter, described, save_heads
 from xtok.drafts.medusa import MedusaHeads
 from xtok.drafts.meter import Meter
-from xtok.drafts.model import ModelDraft
 from xtok.drafts.policy.draft import DraftPolicy, Outcome, Proposal
 from xtok.drafts.policy.policy import Batch, DraftBudget, Policy
 from xtok.drafts.session import Session

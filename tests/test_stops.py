@@ -15,7 +15,7 @@ from worlds import FAMILIES, fitting, tokenizer
 from xtok import XTokAssisted
 from xtok.align.tokenbytes import token_bytes
 from xtok.align.vocabulary import Vocabulary
-from xtok.decoding.stops import StopStrings
+from xtok.decoding.sequence import StopStrings
 from xtok.errors import InvalidInputError
 
 STOPS = st.text(alphabet="猫はaん。 \n🐱</s>", max_size=3)

@@ -30,8 +30,7 @@ from xtok.models.placement import Device, DeviceMap, Dtype, OneOrEach, Quantizat
 from xtok.models.probe import traits
 from xtok.models.prompts import KnownPrompt, Prompt, is_several
 from xtok.models.roles import Target
-from xtok.results.generation import LAST, Generation, finished
-from xtok.results.outputs import as_transformers, columns
+from xtok.results.generation import LAST, Generation, as_transformers, columns, finished
 from xtok.results.progress import advanced
 from xtok.results.trace import Token, WrittenRound, as_committed, round_tokens, written_round
 

@@ -11,10 +11,9 @@ from xtok.decoding.prepare import as_generate
 from xtok.decoding.setup import FORMAT, PREDICTION, Acceptance, Setup, named, warn_unstable
 from xtok.drafts.acceptance import rejection, typical
 from xtok.drafts.base import Draft
-from xtok.drafts.given import as_draft, as_list, is_drafting, without_a_model
+from xtok.drafts.given import ModelDraft, as_drafts, as_list, is_drafting, without_a_model
 from xtok.drafts.heads import HeadsDrafter
 from xtok.drafts.lookup import PromptLookup
-from xtok.drafts.model import ModelDraft
 from xtok.drafts.policy.settings import Budget, check_budget
 from xtok.drafts.recycling import TokenRecycling
 from xtok.errors import InvalidInputError, LossyWarning, UnsupportedArgumentError, UnsupportedModelError, XTokError, warn
@@ -61,11 +60,10 @@ def assemble(
     beside = traits(loaded.model).device
     models = {i: draft_model(one, places[1], beside) for i, one in enumerate(given) if not is_drafting(one)}
     _check_drafts(loaded, given, list(models.values()), acceptance=acceptance)
-    drafts = tuple(ModelDraft(models[i], loaded.vocabulary) if i in models else as_draft(one) for i, one in enumerate(given))
     accepts = {"match": None, "rejection": rejection, "typical": typical(posterior_threshold, posterior_alpha)}
     setup = Setup(
         target=loaded,
-        drafts=drafts,
+        drafts=tuple(as_drafts(given, models, loaded.vocabulary)),
         names=named([name_of(models[i].model if i in models else one) for i, one in enumerate(given)], FORMAT, PREDICTION),
         budget=budget,
         acceptance=acceptance,

@@ -25,8 +25,8 @@ from xtok.decoding.arguments import (
     taken_stop_strings,
     with_cache_renamed,
 )
+from xtok.decoding.sequence import StopStrings
 from xtok.decoding.setup import Setup
-from xtok.decoding.stops import StopStrings
 from xtok.drafts.lookup import Prediction
 from xtok.errors import InvalidInputError, PromptWarning, UnsupportedArgumentError, warn
 from xtok.models.cache import CACHE

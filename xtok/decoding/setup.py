@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from xtok.drafts.acceptance import Accept
 from xtok.drafts.base import Draft
+from xtok.drafts.given import ModelDraft
 from xtok.drafts.heads import HeadsDrafter
-from xtok.drafts.model import ModelDraft
 from xtok.drafts.policy.latency import Latency
 from xtok.drafts.policy.policy import WITHOUT_A_MODEL, DraftPolicy, Policy
 from xtok.drafts.policy.settings import Budget

@@ -1,14 +1,82 @@
-"""Turns the `draft` argument of a caller into a list of drafts."""
+"""Turns the `draft` argument of a caller into a list of drafts: models, drafts and drafters."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel
+
+from xtok.align.continuation import Continuation
+from xtok.align.projection import Projection, identity_projection, projection
+from xtok.align.tokenbytes import same_tokens
+from xtok.align.vocabulary import Vocabulary
+from xtok.drafts.acceptance import DrawnChains
 from xtok.drafts.base import Draft, Drafter, Request
+from xtok.drafts.cross_tokenizer import CrossTokenizerDrafter
 from xtok.drafts.heads import HeadsDrafter
 from xtok.drafts.lookup import PromptLookup
+from xtok.drafts.projected import Candidates, ProjectedDrafter
+from xtok.drafts.reader import IdReader, Reader
 from xtok.drafts.recycling import TokenRecycling
 from xtok.errors import InvalidInputError
+from xtok.models.cache import device_of
+from xtok.models.prompts import chat_ids, is_chat
+from xtok.models.roles import DraftModel
+
+
+class ModelDraft:
+    """A draft model for targets of one vocabulary."""
+
+    def __init__(self, draft: DraftModel, target: Vocabulary) -> None:
+        self._draft = draft
+        self._target = target
+        self._candidates = dict[int | None, Candidates]()
+        own = draft.vocabulary
+        self._same = same_tokens(target.tokenizer, target.view, own.tokenizer, own.view)
+
+    @property
+    def model(self) -> PreTrainedModel:
+        return self._draft.model
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ModelDraft":
+        """The same object, since it never changes, except for parts that are made at their first use."""
+        return self
+
+    @cached_property
+    def _projection(self) -> Projection:
+        own = self._draft.vocabulary
+        return identity_projection(self._target.size, own.size) if self._same else projection(self._target.view, own.view)
+
+    def start(self, request: Request) -> Drafter:
+        """A drafter for one sequence. It guesses ids if the tokens are the target's or the target samples, else text."""
+        model = self._draft
+        slot = request.slots.take(model.model)
+        if self._same:
+            return self._projected(model, IdReader(model, request.meter, slot), request, end=None)
+        reader = Reader(model, request.meter, slot, _own_prompt(model.vocabulary.tokenizer, request))
+        if request.samples:
+            return self._projected(model, reader, request, end=request.end)
+        return CrossTokenizerDrafter(model, reader, Continuation(self._target.encoder), request.end, request.meter)
+
+    def _projected(self, model: DraftModel, reader: Reader, request: Request, end: int | None) -> Drafter:
+        if end not in self._candidates:
+            own, keys = self._draft.vocabulary, self._target.keys.to(device_of(self._draft.model))
+            self._candidates[end] = Candidates(self._projection, own.size, keys, own.ends, end)
+        candidates, view = self._candidates[end], self._target.view
+        drafter = ProjectedDrafter(model, reader, candidates, view, request.meter, request.draft_warpers)
+        return DrawnChains(drafter) if request.independent else drafter
+
+
+def _own_prompt(tokenizer: Any, request: Request) -> list[int] | None:
+    """The draft's ids for a chat, by its own template; None if it reads the target's text instead."""
+    if not is_chat(request.prompt):
+        return None
+    template = {name: value for name, value in request.template.items() if name != "chat_template"}  # which is the target's
+    try:
+        return chat_ids(tokenizer, request.prompt, template)
+    except Exception:  # templates refuse unknown roles, and a draft must not make generation fail
+        return None
 
 
 class _Shared:
@@ -24,6 +92,11 @@ class _Shared:
 def as_draft(given: Draft | Drafter) -> Draft:
     """A draft as it is; for a drafter, a draft whose sequences all share it."""
     return _Shared(given) if isinstance(given, Drafter) else given
+
+
+def as_drafts(given: Sequence[Any], models: Mapping[int, DraftModel], target: Vocabulary) -> list[Draft]:
+    """The drafts for a target. `models`: those of `given` that are models, by their index."""
+    return [ModelDraft(models[i], target) if i in models else as_draft(one) for i, one in enumerate(given)]
 
 
 def is_drafting(given: Any) -> bool:

@@ -9,11 +9,10 @@ from typing import Any
 from xtok.align.tokenbytes import token_bytes
 from xtok.align.vocabulary import Vocabulary
 from xtok.drafts.base import Draft, Drafter, Request
-from xtok.drafts.given import as_draft, as_list, is_drafting
+from xtok.drafts.given import as_drafts, as_list, is_drafting
 from xtok.drafts.heads import HeadsDrafter
 from xtok.drafts.lookup import PromptLookup
 from xtok.drafts.meter import Meter
-from xtok.drafts.model import ModelDraft
 from xtok.drafts.policy.policy import Batch, DraftPolicy, Outcome, Policy
 from xtok.drafts.policy.settings import Budget, check_budget
 from xtok.drafts.recycling import TokenRecycling
@@ -117,9 +116,7 @@ class DraftEngine:
         if not given or any(isinstance(one, HeadsDrafter | TokenRecycling) for one in given):
             raise InvalidInputError(f"draft is {draft!r}; give what guesses from ids alone, such as a model or PromptLookup().")
         models = {i: draft_model(one) for i, one in enumerate(given) if not is_drafting(one)}
-        self._drafts = [
-            ModelDraft(models[i], self._vocabulary) if i in models else as_draft(one) for i, one in enumerate(given)
-        ]
+        self._drafts = as_drafts(given, models, self._vocabulary)
         self._policy = Policy([DraftPolicy() for _ in given])
         self._caches = CacheSet()  # without CUDA graphs: the other engine may be capturing its own
         self._texts: dict[DraftedText, None] = {}
