@@ -233,7 +233,7 @@ PINNED: dict[str, tuple[Callable[[], Any], str]] = {
     "texts that are no list": (lambda: DRAFTING.propose(None, 4), r"texts is None; give a list of texts that add returned"),  # type: ignore[arg-type]
     "ends that are no ids": (
         lambda: DraftEngine(TOKENS, DRAFT, ends=["a"]),  # type: ignore[list-item]
-        r"ends is \['a'\]; give a list of ids, or leave it out",
+        r"ends is \['a'\]; give a list of ids",
     ),
     "an end below 0": (lambda: DraftEngine(TOKENS, DRAFT, ends=[2, -1]), r"ends holds -1; ids are 0 or more"),
     "fewer ids than a tokenizer writes": (

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from operator import index
 from time import perf_counter
 from typing import Any
@@ -108,7 +109,7 @@ class DraftEngine:
         """
         check_budget(budget)
         self._budget = budget or CHAINS
-        ends = _ends(ends)
+        ends = _ids("ends", ends)
         self._vocabulary = _vocabulary(tokenizer, size, ends)
         own = tokenizer.eos_token_id
         self._end = next(iter(ends), None) if own is None or (ends and own not in ends) else own
@@ -132,7 +133,7 @@ class DraftEngine:
         """Add a text to guess for. `ids`: all that is committed of it, in the target's ids, without padding. Raises
         `InvalidInputError` if there are none, and for ids that the target lacks.
         """
-        ids = self._checked(ids)
+        ids = _ids("ids", ids, self._vocabulary.size)
         if not ids:
             raise InvalidInputError("The text has no ids. Give at least one, such as the token that begins texts.")
         self._step.is_pure = False  # this step reads the new text's prompt, or leaves the text out
@@ -150,7 +151,7 @@ class DraftEngine:
         After steps without a proposal, call this once for each of them, or once for all but the last and once for the last.
         """
         self._check(text)
-        ids, step = self._checked(ids), self._step
+        ids, step = _ids("ids", ids, self._vocabulary.size), self._step
         if step.seconds is None:
             step.seconds = perf_counter() - step.start
         if not ids or text in step.observed or text not in step.rows:
@@ -218,34 +219,16 @@ class DraftEngine:
         if not (isinstance(text, DraftedText) and text in self._texts):
             raise InvalidInputError("The text was not added to this engine, or was dropped. Add it first.")
 
-    def _checked(self, ids: Any) -> list[int]:
-        """`ids` as a list. Raises `InvalidInputError` if they can't be the target's."""
-        try:
-            found = _whole_numbers(ids)
-        except TypeError as error:
-            raise InvalidInputError(f"The ids are {shown(ids)}; give a list of whole numbers.") from error
-        wrong = [token for token in found if not 0 <= token < self._vocabulary.size]
-        if wrong:
-            raise InvalidInputError(f"The ids hold {wrong[0]}, and the target's are 0 to {self._vocabulary.size - 1}.")
-        return found
 
-
-def _whole_numbers(given: Any) -> list[int]:
-    """Whole numbers as a list. Raises `TypeError` for anything else, bytes among it."""
-    if isinstance(given, str | bytes):
-        raise TypeError
-    return [index(token) for token in given]
-
-
-def _ends(given: Any) -> list[int]:
-    """The ids that end a text, as a list. Raises `InvalidInputError` for anything else."""
+def _ids(name: str, given: Any, size: float = inf) -> list[int]:
+    """The argument `name` as a list. Raises `InvalidInputError` unless it holds whole numbers from 0 to `size` - 1."""
+    tokens: Any = [None] if isinstance(given, str | bytes) else given  # a text holds no ids, though bytes are numbers
     try:
-        found = _whole_numbers(given)
+        found = [index(token) for token in tokens]
     except TypeError as error:
-        message = f"ends is {shown(given)}; give a list of ids, or leave it out for the tokenizer's own."
-        raise InvalidInputError(message) from error
-    if wrong := [token for token in found if token < 0]:
-        raise InvalidInputError(f"ends holds {wrong[0]}; ids are 0 or more. Leave it out for the tokenizer's own.")
+        raise InvalidInputError(f"{name} is {shown(given)}; give a list of ids.") from error
+    if wrong := [token for token in found if not 0 <= token < size]:
+        raise InvalidInputError(f"{name} holds {wrong[0]}; ids are {f'0 to {size - 1}' if size < inf else '0 or more'}.")
     return found
 
 
