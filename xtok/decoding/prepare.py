@@ -1,4 +1,4 @@
-"""Prepares prompts: transformers' `generate` prepares each as for a decoding method of its own, and the result is checked."""
+"""Prepares prompts: lets transformers' `generate` build processors, criteria and cache for each, and checks them."""
 
 import inspect
 from collections import Counter
@@ -43,7 +43,7 @@ _COUNTED = {"attention_mask", "position_ids", "logits_to_keep"}
 
 @dataclass(frozen=True)
 class Prepared:
-    """A prompt as transformers prepared it for a decoding method, and the noise to sample with.
+    """A prompt with the processors, criteria and cache that transformers built for it, and the noise to sample with.
 
     `ids`: (1, length), int64, padding included. `inputs`: the target's other inputs. `prompt`: what the caller gave; None if
     that was ids. `template`: the arguments of the chat template. `keeps_cache`: whether the caller gave the cache, or gets it
@@ -174,7 +174,7 @@ def completed(setup: Setup, given: Sequence[Prepared], seed: int | None) -> list
 
 
 def as_generate(target: Target, prompt: Any, arguments: dict[str, Any], *, several: bool = False) -> list[Prepared]:
-    """Let transformers' `generate` prepare a prompt, and capture what it passes to a decoding method.
+    """Let transformers' `generate` build the processors, criteria and cache for a prompt, and capture them.
 
     `several`: whether the same arguments are used for other prompts, too.
     """
