@@ -50,6 +50,7 @@ from worlds import (
     texts,
     tokenizer,
 )
+from xtok.drafts.policy.draft import DraftPolicy, Outcome, Proposal
 
 from xtok import Budget, Context, Generation, PromptLookup, TokenRecycling, Tree, XTokAssisted, pair
 from xtok.align.projection import identity_projection
@@ -61,7 +62,6 @@ from xtok.drafts.growth import Path, grown
 from xtok.drafts.heads import HeadsDrafter, described, save_heads
 from xtok.drafts.medusa import MedusaHeads
 from xtok.drafts.meter import Meter
-from xtok.drafts.policy.draft import DraftPolicy, Outcome, Proposal
 from xtok.drafts.policy.policy import Batch, DraftBudget, Policy
 from xtok.drafts.session import Session
 from xtok.drafts.tree import Trie
