@@ -19,7 +19,6 @@ from chances import chi_square
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from worlds import fitting, scaled, tokenizer
-from xtok.drafts.policy.draft import DraftPolicy
 
 from xtok import Budget, XTokAssisted
 from xtok.align.keys import bytes_key, noise_keys
@@ -32,7 +31,7 @@ from xtok.decoding.sequence import Sequence as Written
 from xtok.drafts.acceptance import DrawnChains, rejection
 from xtok.drafts.base import Drafter
 from xtok.drafts.meter import Meter
-from xtok.drafts.policy.policy import Policy
+from xtok.drafts.policy.policy import DraftPolicy, Policy
 from xtok.drafts.projected import Candidates, ProjectedDrafter
 from xtok.drafts.reader import Reader
 from xtok.drafts.session import Session

@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 from test_cli import run
 from transformers import DynamicCache
 from worlds import CHAIN, TREE, deep, fitting, tokenizer
-from xtok.drafts.policy.draft import DraftPolicy
 
 from xtok import Budget, HeadsDrafter, XTokAssisted, pair, train_heads
 from xtok.align.tokenbytes import token_bytes
@@ -28,7 +27,7 @@ from xtok.drafts.base import Context, Request
 from xtok.drafts.heads import described, save_heads
 from xtok.drafts.medusa import MedusaHeads
 from xtok.drafts.meter import Meter
-from xtok.drafts.policy.policy import Policy
+from xtok.drafts.policy.policy import DraftPolicy, Policy
 from xtok.drafts.sequential import SequentialHeads, sequential_config
 from xtok.drafts.session import Session
 from xtok.drafts.tree import Tree

@@ -15,7 +15,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from inside import corpus_of, memory_of
 from worlds import TREE, examples, fitting, tokenizer
-from xtok.drafts.policy.draft import DraftPolicy
 
 from xtok import Budget, Context, PromptLookup, Tree, XTokAssisted
 from xtok.align.encoding import encoder
@@ -26,7 +25,7 @@ from xtok.drafts.corpus import Corpus, Repeats, TextMemory
 from xtok.drafts.given import as_draft
 from xtok.drafts.lookup import Belief, Lookup
 from xtok.drafts.meter import Meter
-from xtok.drafts.policy.policy import Policy
+from xtok.drafts.policy.policy import DraftPolicy, Policy
 from xtok.drafts.session import Session
 from xtok.drafts.tree import chain
 from xtok.errors import InvalidInputError
