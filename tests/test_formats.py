@@ -57,7 +57,7 @@ def test_if_there_are_weights_in_safetensors_others_are_not_opened(saved: Path) 
 
 
 def test_a_folder_without_weights_or_a_tokenizer_is_refused_by_what_it_lacks(saved: Path) -> None:
-    with pytest.raises(InvalidInputError, match=r"has no weights: neither model\.safetensors nor pytorch_model\.bin\. Pass"):
+    with pytest.raises(InvalidInputError, match=r"no file named model\.safetensors, or pytorch_model\.bin, found"):
         XTokAssisted(saved)
     TARGET.save_pretrained(saved)
     for file in saved.glob("*token*"):
@@ -90,16 +90,9 @@ def test_a_tokenizer_that_is_a_model_of_sentencepiece_alone_is_loaded(saved: Pat
     assert XTokAssisted(saved, saved).generate(PROMPT, **GREEDY).token_ids == truth(model, tokens)
 
 
-@pytest.mark.parametrize(
-    ("missing", "dictionary", "remedy"),
-    [
-        ("fugashi", "unidic_lite", "pip install '.[ja]' (in a checkout of xtok; elsewhere 'xtok[ja]')"),
-        ("unidic_lite", "unidic_lite", "pip install '.[ja]' (in a checkout of xtok; elsewhere 'xtok[ja]')"),
-        ("ipadic", "ipadic", "pip install ipadic"),
-    ],
-)
+@pytest.mark.parametrize("missing", ["fugashi", "unidic_lite"])
 def test_a_tokenizer_whose_package_is_not_installed_names_it(
-    saved: Path, missing: str, dictionary: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+    saved: Path, missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for other in saved.glob("*token*"):
         other.unlink()
@@ -107,13 +100,11 @@ def test_a_tokenizer_whose_package_is_not_installed_names_it(
     known = {
         "tokenizer_class": "BertJapaneseTokenizer",
         "word_tokenizer_type": "mecab",
-        "mecab_kwargs": {"mecab_dic": dictionary},
+        "mecab_kwargs": {"mecab_dic": "unidic_lite"},
     }
     (saved / "tokenizer_config.json").write_text(json.dumps(known))
     torch.save(TARGET.state_dict(), saved / "pytorch_model.bin")
     monkeypatch.setitem(sys.modules, missing, None)
-    reported = f"The draft {saved} needs {missing}, which isn't installed. Install it with: {remedy}"
     for ask in (lambda: XTokAssisted((TARGET, TOKENS), saved), lambda: load_without_weights(str(saved), "draft")):
-        with pytest.raises(InvalidInputError) as caught:
+        with pytest.raises(InvalidInputError, match=rf"The draft {saved} can't be loaded: .*{missing}.*install"):
             ask()
-        assert str(caught.value) == reported

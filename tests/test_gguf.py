@@ -115,7 +115,7 @@ def test_a_file_that_is_cut_short_is_refused(folder: Path) -> None:
 
 
 def test_a_file_that_is_not_there_or_holds_something_else_is_refused(folder: Path) -> None:
-    with pytest.raises(InvalidInputError, match=r"none\.gguf does not exist"):
+    with pytest.raises(InvalidInputError, match=r"none\.gguf is neither a local folder"):
         load("none.gguf", "target")
     (folder / "text.gguf").write_text("吾輩は猫である。", encoding="utf-8")
     with pytest.raises(InvalidInputError, match=r"text\.gguf can't be loaded: .* GGUF magic"):

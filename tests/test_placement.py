@@ -16,7 +16,7 @@ from xtok import Budget, HeadsDrafter, XTokAssisted
 from xtok.cli import commands as cli
 from xtok.cli.console import load_pair
 from xtok.errors import InvalidInputError, UnsupportedModelError
-from xtok.models.placement import best_device
+from xtok.models.load import best_device
 from xtok.pair import DRAFT, HEADS, TARGET, prompts
 
 TEXT = prompts()[0]
@@ -72,7 +72,6 @@ def places(xt: XTokAssisted) -> list[tuple[str, torch.dtype]]:
         ({"dtype": (None, "float16"), "device": ("cpu", None)}, (torch.float32, torch.float16)),
         ({"dtype": "float64", "device_map": "cpu"}, (torch.float64, torch.float64)),
         ({"device_map": ({"": "cpu"}, None)}, (torch.float32, torch.float32)),
-        ({"dtype": ("bf16", "fp16")}, (torch.bfloat16, torch.float16)),
     ],
 )
 def test_models_given_as_paths_are_placed_as_requested(how: dict[str, Any], dtypes: tuple[torch.dtype, ...]) -> None:
@@ -95,7 +94,7 @@ def test_attention_and_quantisation_are_passed_on_to_transformers(monkeypatch: p
 
 def test_what_quantisation_needs_and_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.quantizers.quantizer_quanto.is_optimum_quanto_available", lambda: False)
-    with pytest.raises(InvalidInputError, match=r"The target \S+ can't be loaded: .*optimum-quanto"):
+    with pytest.raises(InvalidInputError, match=r"The target \S+ can't be loaded .*optimum-quanto"):
         XTokAssisted(TARGET, quantization_config=QuantoConfig(weights="int8"))
 
 
@@ -103,7 +102,7 @@ def test_a_loaded_model_may_be_said_to_be_what_it_is() -> None:
     target, draft = load(TARGET, dtype=torch.bfloat16), load(DRAFT)
     named = XTokAssisted(target, draft, dtype=("bfloat16", "float32"), device="cpu", attn_implementation="sdpa")
     assert places(named) == [("cpu", torch.bfloat16), ("cpu", torch.float32)]
-    assert places(XTokAssisted(target, DRAFT, dtype="bf16")) == [("cpu", torch.bfloat16)] * 2
+    assert places(XTokAssisted(target, DRAFT, dtype="bfloat16")) == [("cpu", torch.bfloat16)] * 2
 
 
 def test_a_model_is_in_the_precision_that_its_configuration_says(tmp_path: Path) -> None:
@@ -116,10 +115,9 @@ def test_a_model_is_in_the_precision_that_its_configuration_says(tmp_path: Path)
 def test_without_a_word_the_target_is_on_the_best_device_and_drafts_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     moved: list[tuple[Any, str]] = []
     monkeypatch.setattr("xtok.models.load.best_device", lambda: torch.device("cuda:7"))
-    monkeypatch.setattr("xtok.models.load._move", lambda model, device, *_: moved.append((model, str(device))))
+    monkeypatch.setattr("transformers.PreTrainedModel.to", lambda model, device: moved.append((model, str(device))))
     xt = XTokAssisted(TARGET, [DRAFT, DRAFT])
-    beside = str(xt.model.device)
-    assert moved == list(zip(xt.setup.models, ["cuda:7", beside, beside], strict=True))
+    assert moved == [(xt.model, "cuda:7")], "drafts are where the target is"
 
 
 def test_a_draft_is_loaded_beside_a_target_that_was_handed_in(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,13 +132,13 @@ def test_an_accelerator_that_cannot_compute_noise_is_not_the_best_device(monkeyp
 
 
 def test_a_model_that_does_not_fit_is_reported_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
+    def full(*_: Any, **to: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried …")
 
     monkeypatch.setattr("xtok.models.load.best_device", lambda: torch.device("cuda:7"))
     monkeypatch.setattr("transformers.PreTrainedModel.to", full)
     with pytest.raises(
-        InvalidInputError, match=r"The target \S+ doesn't fit on cuda:7\. Give another device .*device_map='auto'"
+        InvalidInputError, match=r"The target \S+ doesn't fit: CUDA out of memory.* Give another device .*device_map='auto'"
     ):
         XTokAssisted(TARGET)
 
@@ -152,9 +150,24 @@ def test_the_command_line_places_models_apart() -> None:
         cli.app, ["generate", TEXT, "--dtype", "float64,bfloat16", "--device", "cpu", "--max-new-tokens", "8"]
     )
     assert reported.stdout == XTokAssisted(load(TARGET, dtype=torch.float64)).generate(TEXT, max_new_tokens=8).text + "\n"
-    for wrong in (["--dtype", "int3"], ["--device", "cpu,cpu,cpu"], ["--draft", "none", "--dtype", ",float32"]):
+    for wrong in (["--dtype", "int3"], ["--device", "cpu,cpu,cpu"]):
         refused = CliRunner().invoke(cli.app, ["generate", TEXT, *wrong])
         assert (refused.exit_code, refused.stderr.count("\n")) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("how", "reported"),
+    [
+        ({"dtype": "int3"}, r"with dtype=.*int3: .*int3.* Check these settings"),
+        ({"dtype": torch.int8}, r"with dtype=torch\.int8: .*not a floating"),
+        ({"attn_implementation": "none"}, r"with attn_implementation=none: .* is not supported"),
+        ({"device_map": "abc"}, r"with device_map=abc: .*found abc"),
+        ({"quantization_config": "4bit"}, r"with quantization_config=4bit"),
+    ],
+)
+def test_a_setting_that_transformers_refuses_is_refused_in_its_own_words(how: dict[str, Any], reported: str) -> None:
+    with pytest.raises(InvalidInputError, match=rf"The target \S+ can't be loaded {reported}"):
+        XTokAssisted(TARGET, **how)
 
 
 @pytest.mark.deep

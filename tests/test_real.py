@@ -13,8 +13,7 @@ from worlds import TREE, alone
 from xtok import HeadsDrafter, XTokAssisted
 from xtok.bench.chats import questions
 from xtok.errors import InvalidInputError
-from xtok.models.load import load
-from xtok.models.placement import Placement
+from xtok.models.load import Placement, load
 from xtok.models.prompts import Chat, prompt_ids
 from xtok.pair import DRAFT, pair
 

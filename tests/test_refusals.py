@@ -108,12 +108,12 @@ SETTINGS: dict[str, Refused] = {
     "a target that isn't there": (
         lambda: XTokAssisted("./no/such/model"),
         InvalidInputError,
-        r"The target \./no/such/model does not exist\. Pass a hub id",
+        r"The target \./no/such/model is neither a local folder nor .* pass the path of a saved model",
     ),
     "a draft that isn't there": (
         lambda: XTokAssisted(PAIR, Path("nowhere")),
         InvalidInputError,
-        r"The draft nowhere does not exist\. Pass a hub id",
+        r"The draft nowhere is neither a local folder nor",
     ),
     "a target that nobody knows": (
         lambda: XTokAssisted("nobody/no-such-model"),
@@ -131,12 +131,6 @@ SETTINGS: dict[str, Refused] = {
         r'"lookup" is a name of the command line\. In Python, pass \[PromptLookup\(\), TokenRecycling\(\)\]',
     ),
     "a name that is none": (lambda: XTokAssisted("x y"), InvalidInputError, r"The target x y is neither .* Check the name"),
-    "an empty name": (lambda: XTokAssisted(" "), InvalidInputError, r"The target has an empty name\. Pass a hub id"),
-    "a folder without a model": (
-        lambda: XTokAssisted(PAIR, Path(__file__).parent),
-        InvalidInputError,
-        r"The draft \S+ holds no model: there is no config\.json\. Pass the folder that a model was saved to\.$",
-    ),
     "a file": (
         lambda: XTokAssisted(PAIR, HEADS),
         InvalidInputError,
@@ -165,36 +159,20 @@ SETTINGS: dict[str, Refused] = {
         InvalidInputError,
         r"setting is .warm.; use one of greedy",
     ),
-    "a dtype that nobody has": (
-        lambda: XTokAssisted(SAVED, dtype="int3"),
-        InvalidInputError,
-        r"dtype is 'int3'; use float32, bfloat16, float16, float64, or auto",
-    ),
-    "a dtype that is no precision": (lambda: XTokAssisted(SAVED, dtype=torch.int8), InvalidInputError, r"dtype is torch\.int8"),
     "a device that nobody has": (
         lambda: XTokAssisted(SAVED, device="abc"),
         InvalidInputError,
-        r"device is 'abc', which can't be used: .* Use cpu",
-    ),
-    "a device where nothing is computed": (
-        lambda: XTokAssisted(SAVED, device="meta"),
-        InvalidInputError,
-        r"device is 'meta', where nothing is computed\. Use cpu",
+        r"device 'abc' can't be used: .* Use cpu",
     ),
     "a device for each of three": (
         lambda: XTokAssisted(SAVED, device=("cpu",) * 3),
         InvalidInputError,
-        r"device is \('cpu', 'cpu', 'cpu'\); give one value for both models, or a pair",
+        r"device is \('cpu', 'cpu', 'cpu'\); give one value, or a pair",
     ),
     "a device and a map of devices": (
         lambda: XTokAssisted(SAVED, device="cpu", device_map="auto"),
         InvalidInputError,
         r"device is 'cpu' and device_map is 'auto'; give one of them",
-    ),
-    "a map of devices that is none": (
-        lambda: XTokAssisted(SAVED, device_map=3),
-        InvalidInputError,
-        r"device_map is 3; give 'auto'",
     ),
     "a dtype for a loaded target": (
         lambda: XTokAssisted(PAIR, dtype="bfloat16"),
@@ -211,29 +189,14 @@ SETTINGS: dict[str, Refused] = {
         InvalidInputError,
         r"The target is loaded already, .* so quantization_config=QuantoConfig",
     ),
-    "quantisation that is none": (
-        lambda: XTokAssisted(SAVED, quantization_config="4bit"),
-        InvalidInputError,
-        r"quantization_config is '4bit'; give one of transformers' quantisation configurations",
-    ),
-    "an attention that transformers lacks": (
-        lambda: XTokAssisted(SAVED, attn_implementation="none"),
-        InvalidInputError,
-        r"attn_implementation='none' can't be used by the target .*Use sdpa, or eager\.",
-    ),
-    "a device for no draft": (
-        lambda: XTokAssisted(SAVED, PromptLookup(), device=("cpu", "cpu"), dtype=(None, "float32")),
-        InvalidInputError,
-        r"device=cpu, dtype=torch\.float32 is for the draft, and there is none to load\. Give the target's alone",
-    ),
 }
 
 
 def test_a_draft_that_is_not_there_is_reported_before_the_targets_weights_are_read(tmp_path: Path) -> None:
     TARGET.config.save_pretrained(tmp_path)
-    with pytest.raises(InvalidInputError, match="has no weights"):
+    with pytest.raises(InvalidInputError, match="has no tokenizer"):
         XTokAssisted(tmp_path)
-    with pytest.raises(InvalidInputError, match=r"The draft \./nowhere does not exist"):
+    with pytest.raises(InvalidInputError, match=r"The draft \./nowhere is neither"):
         XTokAssisted(tmp_path, "./nowhere")
 
 

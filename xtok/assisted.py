@@ -24,9 +24,8 @@ from xtok.drafts.base import Draft, Drafter
 from xtok.drafts.policy.settings import Budget
 from xtok.errors import InvalidInputError
 from xtok.models.cache import CACHE
-from xtok.models.load import Source
+from xtok.models.load import Device, DeviceMap, Dtype, OneOrEach, Quantization, Source
 from xtok.models.modes import current, within
-from xtok.models.placement import Device, DeviceMap, Dtype, OneOrEach, Quantization
 from xtok.models.probe import traits
 from xtok.models.prompts import KnownPrompt, Prompt, is_several
 from xtok.models.roles import Target

@@ -107,8 +107,7 @@ class Models(NamedTuple):
 
     def load_target(self) -> tuple[Any, Any]:
         """The target and its tokenizer. Errors are those of `load`."""
-        from xtok.models.load import load
-        from xtok.models.placement import placements
+        from xtok.models.load import load, placements
 
         return load(self.sources()[0], "target", placements(**self.placed)[0])
 
@@ -263,10 +262,9 @@ def load_models(target: str, drafts: Sequence[str], device: str | None, dtype: s
     """As `load_pair`, for several drafts, by their names. Heads are left to load with the target."""
     from xtok.drafts.heads import HeadsDrafter
     from xtok.models.cache import device_of
-    from xtok.models.load import load
-    from xtok.models.placement import placements
+    from xtok.models.load import load, placements
 
-    places = placements(by_model(device), by_model(dtype))
+    places = placements(device=by_model(device), dtype=by_model(dtype))
     big = load(target, "target", places[0])
     return big, {
         one: HeadsDrafter(one) if holds_heads(one) else load(one, "draft", places[1], device_of(big[0])) for one in drafts

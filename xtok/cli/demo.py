@@ -18,8 +18,7 @@ from xtok.bench.stretch import forward_seconds
 from xtok.drafts.heads import HeadsDrafter
 from xtok.drafts.policy.settings import Budget
 from xtok.errors import InvalidInputError
-from xtok.models.load import load
-from xtok.models.placement import Placement
+from xtok.models.load import Placement, load
 from xtok.models.prompts import Prompt
 from xtok.models.timing import timed
 from xtok.pair import DRAFT, TARGET, pair

@@ -18,9 +18,8 @@ from xtok.drafts.policy.settings import Budget, check_budget
 from xtok.drafts.recycling import TokenRecycling
 from xtok.errors import InvalidInputError, LossyWarning, UnsupportedArgumentError, UnsupportedModelError, XTokError, warn
 from xtok.models.graphs import captures, takes_graphs
-from xtok.models.load import DEFAULT, check_places, check_source, draft_model, target_model
+from xtok.models.load import Placement, check_places, check_source, draft_model, placements, target_model
 from xtok.models.packed import forget_packed
-from xtok.models.placement import Placement, placements
 from xtok.models.probe import traits
 from xtok.models.roles import DraftModel, Target
 from xtok.models.stable import StableShapes
@@ -54,7 +53,13 @@ def assemble(
     if acceptance == "rejection":  # a guess must not be cut by what was drawn
         budget = replace(budget, width=1, schedule="constant")
     given = as_list(draft, beside=[] if budget.width == 1 else without_a_model())
-    places = placements(device, dtype, device_map, quantization_config, attn_implementation)
+    places = placements(
+        device=device,
+        dtype=dtype,
+        device_map=device_map,
+        quantization_config=quantization_config,
+        attn_implementation=attn_implementation,
+    )
     _check_sources(target, given, places)
     loaded = target_model(target, places[0])
     beside = traits(loaded.model).device
@@ -106,17 +111,13 @@ def _check_settings(budget: Any, acceptance: Any, **switches: Any) -> None:
 
 
 def _check_sources(target: Any, drafts: list[Any], places: tuple[Placement, Placement]) -> None:
-    """Raises `InvalidInputError` for models that can't be loaded, and if a setting is for a model that xtok doesn't load."""
+    """Raises `InvalidInputError` for models that can't be loaded, and for settings that a loaded one doesn't have."""
     check_places(target, "target", places[0])
     check_source(target, "target")
-    models = [one for one in drafts if not is_drafting(one)]
-    for one in models:
-        check_places(one, "draft", places[1])
-        check_source(one, "draft")  # before weights are loaded, which may take minutes
-    if not models and places[1] not in (DEFAULT, places[0]):
-        raise InvalidInputError(
-            f"{places[1]} is for the draft, and there is none to load. Give the target's alone, without a pair."
-        )
+    for one in drafts:
+        if not is_drafting(one):
+            check_places(one, "draft", places[1])
+            check_source(one, "draft")  # before weights are loaded, which may take minutes
 
 
 def _check_drafts(target: Target, given: list[Any], models: list[DraftModel], *, acceptance: str) -> None:

@@ -3,41 +3,103 @@
 Only data is loaded: tensors in safetensors or in torch's own format. Code that comes with a model never runs.
 """
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
-from zipfile import is_zipfile
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
-from transformers.utils.hub import cached_file
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from xtok.align.tokenbytes import TokenBytes, token_bytes
 from xtok.align.vocabulary import Vocabulary
-from xtok.errors import InvalidInputError, UnsupportedModelError, XTokError, install, reason
+from xtok.errors import InvalidInputError, UnsupportedModelError, XTokError, reason
 from xtok.models.cache import context_window, end_ids, ids_read, parameters, vocabulary_size
 from xtok.models.continues import check_continues, check_rolls_back
 from xtok.models.gguf import is_gguf, load_gguf, read_gguf, tokenizer_of
-from xtok.models.placement import Placement, best_device
 from xtok.models.probe import traits
 from xtok.models.prompts import reading, special_ids
 from xtok.models.quantized import check_rows
 from xtok.models.roles import DraftModel, Target
 
+T = TypeVar("T")
+OneOrEach: TypeAlias = T | tuple[T | None, T | None] | None
+"""A setting of both models, or the target's and the drafts'. None is the default."""
+Device: TypeAlias = str | int | torch.device
+Dtype: TypeAlias = str | torch.dtype
+DeviceMap: TypeAlias = str | dict[str, Any]
+Quantization: TypeAlias = QuantizationConfigMixin | dict[str, Any]
 Source = str | PathLike[str] | tuple[PreTrainedModel, Any]
 """A hub id, the path of a folder or of a GGUF file, or a (model, tokenizer) pair."""
 
-
-DEFAULT = Placement()
 _TOKENIZERS = ("*token*", "vocab*", "*.model", "*.tiktoken", "*.gguf", "*.txt")
 """Name patterns of a tokenizer's files."""
 from_config: Any = AutoModelForCausalLM.from_config
 """Makes a model from a configuration, with random weights."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where to put one model that xtok loads, and how.
+
+    Args:
+        device: The device; None for the best there is, or for a draft, the target's.
+        dtype: The precision; None for "auto", what the configuration says.
+        device_map, quantization_config, attn_implementation: Passed on to transformers' `from_pretrained`.
+    """
+
+    device: torch.device | None = None
+    dtype: Dtype | None = None
+    device_map: DeviceMap | None = None
+    quantization_config: Quantization | None = None
+    attn_implementation: str | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Those of `from_pretrained` that differ from xtok's defaults."""
+        return {name: value for name, value in vars(self).items() if value is not None and name != "device"}
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in vars(self).items() if value is not None)
+
+
+DEFAULT = Placement()
+
+
+def placements(**settings: Any) -> tuple[Placement, Placement]:
+    """The target's and the drafts' placements. A setting is for both, or a pair. Raises `InvalidInputError`."""
+    for name, given in settings.items():
+        if isinstance(given, tuple) and len(given) != 2:
+            raise InvalidInputError(f"{name} is {given!r}; give one value, or a pair: the target's, the drafts'.")
+    target, draft = ({name: one[i] if isinstance(one, tuple) else one for name, one in settings.items()} for i in (0, 1))
+    return _placement(**target), _placement(**draft)
+
+
+def _placement(device: Any = None, dtype: Any = None, device_map: Any = None, **settings: Any) -> Placement:
+    if device is not None and device_map is not None:
+        raise InvalidInputError(f"device is {device!r} and device_map is {device_map!r}; give one of them.")
+    name = dtype.removeprefix("torch.") if isinstance(dtype, str) else ""
+    dtype = None if name == "auto" else getattr(torch, name, dtype)
+    return Placement(None if device is None else _usable(device), dtype, device_map, **settings)
+
+
+def _usable(device: Any) -> torch.device:
+    """The device, with its index. Raises `InvalidInputError` if torch can't use it, or not in float64, as noise is computed."""
+    try:
+        return torch.empty(0, dtype=torch.float64, device=device).device
+    except (RuntimeError, AssertionError, TypeError, ValueError) as error:  # torch's own ways to say so
+        raise InvalidInputError(f"device {device!r} can't be used: {reason(error)}. Use cpu, or an accelerator.") from error
+
+
+def best_device() -> torch.device:
+    """The accelerator, if there is one that computes in float64; else the CPU."""
+    try:
+        return _usable(torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu")
+    except InvalidInputError:
+        return torch.device("cpu")
 
 
 def load(source: Any, role: str, place: Placement = DEFAULT, beside: torch.device | None = None) -> tuple[PreTrainedModel, Any]:
@@ -49,60 +111,65 @@ def load(source: Any, role: str, place: Placement = DEFAULT, beside: torch.devic
     language model head, or has weights that can't be read without running code.
     """
     if isinstance(source, (str, PathLike)):
-        with _loading(source, role):
-            config = _checked(source, role)
-            _check_placed(source, config, place, role)
-            if is_gguf(source):
-                read = read_gguf(source, role)
-                tokenizer = tokenizer_of(read, role)
-                model, found = load_gguf(read, config, **{"dtype": read.dtype, **place.arguments()})
-            else:
-                _check_weights(source, config, role)
-                tokenizer = _tokenizer(source, role)
-                loaded: Any = AutoModelForCausalLM.from_pretrained(
-                    source,
-                    weights_only=True,
-                    trust_remote_code=False,
-                    output_loading_info=True,
-                    **{"dtype": "auto", **place.arguments()},
-                )
-                model, found = loaded
-            if missing := sorted(found["missing_keys"]):  # transformers would fill them at random
-                raise InvalidInputError(
-                    f"The {role} {source} lacks {len(missing)} of its weights, {missing[0]} among them. "
-                    "Load it with a causal language model's weights, or save it again."
-                )
-            if place.device_map is None:
-                _move(model, place.device or beside or best_device(), source, role)
-            return model, tokenizer
-    if _is_pair(source):
-        check_places(source, role, place)
-        if not source[0].can_generate():
-            name = type(source[0]).__name__
-            raise UnsupportedModelError(f"{name} has no language model head. Load the {role} with AutoModelForCausalLM.")
-        return source[0], source[1]
-    raise _unusable(source, role)
+        with _loading(source, role, place):
+            return _from_path(source, role, place, beside)
+    check_places(source, role, place)
+    if not source[0].can_generate():
+        name = type(source[0]).__name__
+        raise UnsupportedModelError(f"{name} has no language model head. Load the {role} with AutoModelForCausalLM.")
+    return source[0], source[1]
+
+
+def _from_path(source: Any, role: str, place: Placement, beside: torch.device | None) -> tuple[PreTrainedModel, Any]:
+    config = _checked(source, role)
+    if is_gguf(source):
+        read = read_gguf(source, role)
+        tokenizer = tokenizer_of(read, role)
+        loaded: Any = load_gguf(read, config, **{"dtype": read.dtype, **place.arguments()})
+    else:
+        tokenizer = _tokenizer(source, role)
+        loaded = AutoModelForCausalLM.from_pretrained(
+            source,
+            weights_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            **{"dtype": "auto", **place.arguments()},
+        )
+    model, found = loaded
+    if missing := sorted(found["missing_keys"]):  # transformers would fill them at random
+        raise InvalidInputError(
+            f"The {role} {source} lacks {len(missing)} of its weights, {missing[0]} among them. "
+            "Load it with a causal language model's weights, or save it again."
+        )
+    device = place.device or beside or best_device()
+    if place.device_map is None and model.device != device:  # quantised models may not be moved
+        model.to(device)
+    return model, tokenizer
 
 
 def check_source(source: Any, role: str) -> None:
-    """Raises the errors of `load` that are found fast: for a wrong kind of source, or one without a usable configuration. Of a
-    GGUF file, whose header takes seconds to read, only the path is checked.
+    """Raises the errors of `load` that are found fast: for a wrong kind of source, or one without a usable configuration. GGUF
+    files that are there aren't read, since their headers take seconds.
     """
-    if isinstance(source, str | PathLike):
+    if not isinstance(source, str | PathLike):
+        _check_pair(source, role)
+    elif not (is_gguf(source) and Path(source).exists()):
         with _loading(source, role):
-            (_check_path if is_gguf(source) else _checked)(source, role)
-    elif not _is_pair(source):
-        raise _unusable(source, role)
+            _checked(source, role)
 
 
-def _unusable(source: Any, role: str) -> InvalidInputError:
+def _check_pair(source: Any, role: str) -> None:
+    """Raises `InvalidInputError` for what is neither a name nor a pair of a model and its tokenizer."""
+    pair = isinstance(source, tuple) and len(source) == 2
+    if pair and isinstance(source[0], PreTrainedModel) and callable(getattr(source[1], "get_vocab", None)):
+        return
     kind = f"the class {source.__name__}" if isinstance(source, type) else type(source).__name__
     if isinstance(source, tuple):
         kind = f"({', '.join(type(part).__name__ for part in source)})"
     remedy = "Pass a hub id, a local path, or a pair of a transformers model, unwrapped, and its tokenizer."
     if isinstance(source, type) and hasattr(source, "start"):
         remedy = f"Pass an instance of it: {source.__name__}(…)."
-    return InvalidInputError(f"The {role} is {kind}. {remedy}")
+    raise InvalidInputError(f"The {role} is {kind}. {remedy}")
 
 
 class Described(NamedTuple):
@@ -123,59 +190,21 @@ def load_without_weights(source: str, role: str) -> Described:
         return Described(_tokenizer(source, role), context_window(model), parameters(model))
 
 
-def _is_pair(source: Any) -> bool:
-    pair = isinstance(source, tuple) and len(source) == 2
-    return pair and isinstance(source[0], PreTrainedModel) and callable(getattr(source[1], "get_vocab", None))
-
-
 def check_places(source: Any, role: str, place: Placement) -> None:
     """Raises `InvalidInputError` if `place` would change a loaded model: models that callers pass are never changed."""
-    if _is_pair(source) and not _is_placed(source[0], place):
+    if isinstance(source, str | PathLike):
+        return
+    _check_pair(source, role)
+    model: PreTrainedModel = source[0]
+    has = {"device": model.device, "dtype": model.dtype, "attn_implementation": model.config._attn_implementation}
+    differs = any(value is not None and value != has.get(name) for name, value in vars(place).items())
+    if differs or (place.device is not None and hasattr(model, "hf_device_map")):
         other = "('cuda', None)" if role == "draft" else "(None, 'cuda')"
         raise InvalidInputError(
-            f"The {role} is loaded already, on {source[0].device} in {source[0].dtype}, so {place} can't be honoured. Move or "
-            f"convert it before you pass it. For the other model alone, give a pair, the target's and the drafts', such as "
+            f"The {role} is loaded already, on {model.device} in {model.dtype}, so {place} can't be honoured. Move or convert "
+            f"it before you pass it. For the other model alone, give a pair, the target's and the drafts', such as "
             f"device={other}."
         )
-
-
-def _is_placed(model: PreTrainedModel, place: Placement) -> bool:
-    has = Placement(
-        device=place.device and model.device,
-        dtype=place.dtype and model.dtype,
-        attn_implementation=place.attn_implementation and model.config._attn_implementation,
-    )
-    return has == place and (place.device is None or not hasattr(model, "hf_device_map"))
-
-
-def _check_placed(source: str | PathLike[str], config: Any, place: Placement, role: str) -> None:
-    """Raises `InvalidInputError` if a model can't be loaded as requested."""
-    if is_gguf(source) and place.quantization_config is not None:
-        raise InvalidInputError(
-            f"The {role} {source} is dequantised when it is loaded, so quantization_config can't be honoured. Leave it out."
-        )
-    if place.attn_implementation is not None:
-        try:
-            with torch.device("meta"):
-                from_config(config, attn_implementation=place.attn_implementation, trust_remote_code=False)
-        except (ImportError, ValueError) as error:
-            raise InvalidInputError(
-                f"attn_implementation={place.attn_implementation!r} can't be used by the {role} {source}: {reason(error)}. Use "
-                "sdpa, or eager."
-            ) from error
-
-
-def _move(model: Any, device: torch.device, source: str | PathLike[str], role: str) -> None:
-    """Put a model on a device. Raises `InvalidInputError` if it doesn't fit."""
-    if model.device == device:  # as for quantised models, which may not be moved
-        return
-    try:
-        model.to(device)
-    except torch.OutOfMemoryError as error:
-        raise InvalidInputError(
-            f"The {role} {source} doesn't fit on {device}. Give another device (device='cpu'), a dtype that takes less, or "
-            "device_map='auto'."
-        ) from error
 
 
 def target_model(source: Any, place: Placement = DEFAULT) -> Target:
@@ -214,65 +243,47 @@ def _check_sizes(model: PreTrainedModel, view: TokenBytes, role: str) -> None:
         )
 
 
-_TRUST = "If you trust it, load it with transformers and pass the pair (model, tokenizer) as {role}."
-_MEND = "Download or save it again, or load it with transformers and pass the pair (model, tokenizer) as {role}."
-
-
 @contextmanager
-def _loading(source: str | PathLike[str], role: str) -> Iterator[None]:
-    """Turns errors of transformers, safetensors and the network in the block into errors of xtok."""
+def _loading(source: str | PathLike[str], role: str, place: Placement = DEFAULT) -> Iterator[None]:
+    """Turns errors of transformers, torch, safetensors and the network in the block into errors of xtok, with their text."""
+    how = f" with {place}" if str(place) else ""
     try:
         yield
     except XTokError:
         raise
-    except OSError as error:
-        if Path(source).exists():
-            fault = f"can't be loaded: {reason(error)}. {_MEND.format(role=role)}"
-        else:
-            fault = (
-                f"is neither a local folder nor available from the Hub: {reason(error)}. Check the name and the connection, "
-                "or pass the path of a saved model."
-            )
-        raise InvalidInputError(f"The {role} {source} {fault}") from error
-    except ImportError as error:
-        module = _needed(error)
-        if module is None:  # as transformers raises it, in words
-            raise InvalidInputError(f"The {role} {source} can't be loaded: {reason(error)}.") from error
-        remedy = install("ja") if module in ("fugashi", "unidic_lite") else f"pip install {module.replace('_', '-')}"
-        message = f"The {role} {source} needs {module}, which isn't installed. Install it with: {remedy}"
-        raise InvalidInputError(message) from error
+    except ImportError as error:  # transformers' message says what to install
+        raise InvalidInputError(f"The {role} {source} can't be loaded{how}: {reason(error)}.") from error
+    except torch.OutOfMemoryError as error:
+        raise InvalidInputError(
+            f"The {role} {source} doesn't fit: {reason(error)}. Give another device (device='cpu'), a smaller dtype, or "
+            "device_map='auto'."
+        ) from error
     except Exception as error:  # broken files raise all kinds of errors
-        remedy = (_TRUST if "trust_remote_code" in str(error) else _MEND).format(role=role)
-        raise InvalidInputError(f"The {role} {source} can't be loaded: {reason(error)}. {remedy}") from error
-
-
-def _check_path(source: str | PathLike[str], role: str) -> None:
-    """Raises `InvalidInputError` for a name or a path at which there can't be a model."""
-    if not str(source).strip():
-        raise InvalidInputError(f"The {role} has an empty name. Pass a hub id, or the path of a saved model.")
-    folder = Path(source)
-    looks_like_a_path = (
-        isinstance(source, PathLike)
-        or is_gguf(source)
-        or source.endswith(".safetensors")
-        or source.startswith(("/", ".", "~"))
-        or source.count("/") > 1
-    )
-    if looks_like_a_path and not folder.exists():
-        raise InvalidInputError(f"The {role} {source} does not exist. Pass a hub id, or the path of a saved model.")
-    if folder.is_file() and not is_gguf(source):
+        if isinstance(error, OSError) and not Path(source).exists():
+            raise InvalidInputError(
+                f"The {role} {source} is neither a local folder nor available from the Hub: {reason(error)}. Check the name "
+                "and the connection, or pass the path of a saved model."
+            ) from error
+        remedy = "Check these settings" if how else "Download or save it again"
+        if code := re.search(r"GLOBAL (\S+)", str(error)):  # as torch says that weights aren't only data
+            raise UnsupportedModelError(
+                f"The {role} {source} needs code to open its weights, namely {code[1]}, and xtok runs none. Save it in "
+                f"safetensors, or, if you trust it, load it with transformers and pass the pair (model, tokenizer) as {role}."
+            ) from error
+        if "trust_remote_code" in str(error):
+            remedy = "If you trust it"
         raise InvalidInputError(
-            f"The {role} {source} is a file. Pass the folder that it is in, or a .gguf file; for heads, HeadsDrafter(file)."
-        )
-    if folder.is_dir() and not (folder / CONFIG_NAME).is_file():
-        raise InvalidInputError(
-            f"The {role} {source} holds no model: there is no {CONFIG_NAME}. Pass the folder that a model was saved to."
-        )
+            f"The {role} {source} can't be loaded{how}: {reason(error)}. {remedy}, or load it with transformers and pass the "
+            f"pair (model, tokenizer) as {role}."
+        ) from error
 
 
 def _checked(source: str | PathLike[str], role: str) -> Any:
-    """The configuration of a source. Refuses what transformers would refuse less clearly, or would load but shouldn't."""
-    _check_path(source, role)
+    """The configuration of a source."""
+    if Path(source).is_file() and not is_gguf(source):
+        raise InvalidInputError(
+            f"The {role} {source} is a file. Pass the folder that it is in, or a .gguf file; for heads, HeadsDrafter(file)."
+        )
     if is_gguf(source):
         read_gguf(source, role)  # which says what is wrong with it
     where: Any = (Path(source).parent, Path(source).name) if is_gguf(source) else (source, None)
@@ -280,34 +291,6 @@ def _checked(source: str | PathLike[str], role: str) -> Any:
     if config.is_encoder_decoder:
         raise UnsupportedModelError(f"{source} is an encoder-decoder model. Use a decoder-only model as {role}.")
     return config
-
-
-def _check_weights(source: str | PathLike[str], config: Any, role: str) -> None:
-    """Raises `InvalidInputError` if a folder holds no weights, and what `_check_plain` raises."""
-    named = getattr(config, "transformers_weights", None)
-    names = [named] if named else [SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME]
-    first = next((file for name in names if (file := _file(source, name))), None)  # as transformers chooses it
-    files = [first]
-    if first is not None and first.suffix == ".json":
-        shards = json.loads(first.read_text(encoding="utf-8"))["weight_map"].values()
-        files = [_file(source, shard) for shard in sorted(set(shards))]
-    if not any(files) and Path(source).is_dir() and not (Path(source) / "adapter_config.json").exists():
-        raise InvalidInputError(
-            f"The {role} {source} has no weights: neither {SAFE_WEIGHTS_NAME} nor {WEIGHTS_NAME}. "
-            "Pass the folder that a model was saved to."
-        )
-    for file in files:
-        if file is not None:
-            _check_plain(file, source, role)
-
-
-def _file(source: str | PathLike[str], name: str) -> Path | None:
-    """A file of a source, fetched if it is on a hub; None if there is none."""
-    try:
-        found = cached_file(source, name)
-    except OSError:
-        return None
-    return None if found is None else Path(found)
 
 
 def _tokenizer(source: str | PathLike[str], role: str) -> Any:
@@ -321,30 +304,3 @@ def _tokenizer(source: str | PathLike[str], role: str) -> Any:
             f"pair (model, tokenizer) as {role}."
         )
     return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-
-
-def _check_plain(file: Path, source: str | PathLike[str], role: str) -> None:
-    """Raises `UnsupportedModelError` for weights that can't be read without running code, before anything else is read."""
-    if file.suffix == ".safetensors":
-        return
-    try:
-        torch.load(file, map_location="meta", mmap=is_zipfile(file), weights_only=True)
-    except Exception as error:  # a file makes no sense in many ways, and each has its own
-        needed = re.search(r"GLOBAL (\S+)", str(error))
-        if needed is None:
-            raise InvalidInputError(
-                f"The {role} {source} can't be loaded: {file.name} doesn't hold weights in torch's format. "
-                "Download or save it again."
-            ) from error
-        raise UnsupportedModelError(
-            f"The {role} {source} needs code to open {file.name}, namely {needed[1]}, and xtok runs none. Save it in "
-            f"safetensors, or, if you trust it, load it with transformers and pass the pair (model, tokenizer) as {role}."
-        ) from error
-
-
-def _needed(error: BaseException | None) -> str | None:
-    while error is not None:
-        if isinstance(error, ImportError) and error.name:
-            return error.name
-        error = error.__context__
-    return None

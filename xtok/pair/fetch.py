@@ -140,7 +140,7 @@ def _converted(file: Path, made: Path) -> Path:
     """A folder in transformers' format, which loads in a tenth of a second where the GGUF file takes ten."""
     import torch
 
-    from xtok.models.placement import Placement
+    from xtok.models.load import Placement
 
     model, tokenizer = load(file, "target", Placement(torch.device("cpu")))
     for part in (model, tokenizer):
