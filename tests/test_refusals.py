@@ -215,11 +215,6 @@ PROMPTS: dict[str, Refused] = {
         r"no chat template\. Pass the prompt",
     ),
     "a seed below 0": (lambda: XT.stream(PROMPT, seed=-1), InvalidInputError, r"seed is -1; .* from 0 to 2\*\*64 - 1"),
-    "token healing": (
-        lambda: XT.generate(PROMPT, token_healing=True, **GREEDY),
-        UnsupportedArgumentError,
-        r"token_healing=True can't .* Leave it out",
-    ),
     "a cache for several prompts": (
         lambda: XT.generate([PROMPT, "a"], **{CACHE: DynamicCache(config=TARGET.config)}, **GREEDY),
         UnsupportedArgumentError,
@@ -240,11 +235,6 @@ PROMPTS: dict[str, Refused] = {
         InvalidInputError,
         r"A list of prompts was given where one is expected\. Give one, or call XTokAssisted\.generate",
     ),
-    "a function for a streamer": (
-        lambda: XT.generate(PROMPT, streamer=print, **GREEDY),
-        InvalidInputError,
-        r"streamer is <built-in function print>, which has no put and end methods\. Give one .* stream\(prompt\)",
-    ),
     "a processor that is in no list": (
         lambda: XT.generate(PROMPT, logits_processor=Uncopiable(), **GREEDY),
         InvalidInputError,
@@ -260,16 +250,6 @@ PROMPTS: dict[str, Refused] = {
         InvalidInputError,
         r"stopping_criteria is <function .*; give a list of callables: stopping_criteria=\[…\]",
     ),
-    "positions in a list": (
-        lambda: XT.generate([5, 6, 7], position_ids=[0, 1, 2], **GREEDY),
-        InvalidInputError,
-        r"position_ids is \[0, 1, 2\]; give a tensor of shape \(1, length of the prompt\)",
-    ),
-    "positions without rows": (
-        lambda: XT.generate([5, 6, 7], position_ids=torch.arange(3), **GREEDY),
-        InvalidInputError,
-        r"position_ids is tensor\(\[0, 1, 2\]\); give a tensor of shape",
-    ),
     "a penalty on the length of a text without an end": (
         lambda: XT.generate(PROMPT, exponential_decay_length_penalty=(3, 1.2), **{**GREEDY, "eos_token_id": None}),
         InvalidInputError,
@@ -280,25 +260,10 @@ PROMPTS: dict[str, Refused] = {
         InvalidInputError,
         r"transformers can't use one of .*exponential_decay_length_penalty.*Give each what its documentation",
     ),
-    "a switch for a number": (
-        lambda: XT.generate(PROMPT, no_repeat_ngram_size=True, **GREEDY),
-        InvalidInputError,
-        r"no_repeat_ngram_size is True; give a number",
-    ),
-    "a number that no tensor holds": (
-        lambda: XT.generate(PROMPT, guidance_scale=10**20, **GREEDY),
-        InvalidInputError,
-        r"guidance_scale is 100000000000000000000; give a number below 2\*\*63",
-    ),
     "a criterion that is none": (
         lambda: XT.generate(PROMPT, stopping_criteria=[5], **GREEDY),
         InvalidInputError,
         r"stopping_criteria is \[5\]; give a list of callables",
-    ),
-    "a prefix function that is none": (
-        lambda: XT.generate(PROMPT, prefix_allowed_tokens_fn=5, **GREEDY),
-        InvalidInputError,
-        r"prefix_allowed_tokens_fn is 5; give a function",
     ),
     "a stream of several texts": (
         lambda: XT.stream(PROMPT, **{**GREEDY, "do_sample": True, "num_return_sequences": 2}),

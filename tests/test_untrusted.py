@@ -389,7 +389,7 @@ NAMES = (
     *("num_beams", "stop_strings", "max_time", "bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens"),
     *("min_length", "min_new_tokens", "exponential_decay_length_penalty", "guidance_scale", "generation_config", "use_cache"),
     *("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", CACHE, "cache_implementation"),
-    *("prefill_chunk_size", "watermarking_config", "penalty_alpha", "dola_layers", "prompt_lookup_num_tokens", "nonsense"),
+    *("watermarking_config", "penalty_alpha", "dola_layers", "prompt_lookup_num_tokens", "nonsense"),
     *("split_special_tokens", "synced_gpus", "model", "streamer", "token_healing", "remove_invalid_values", "position_ids"),
 )
 """Without lengths, which are drawn apart: an absurd one is a wish that would be granted for hours."""
@@ -414,8 +414,6 @@ LENGTHS = st.sampled_from([0, 1, 3, 6, -1, -(10**9), "6", 2.5, None, [], True])
 @example({"eos_token_id": [[5]]}, 6, "generate")
 @example({"repetition_penalty": False, "streamer": True}, 6, "generate")
 @example({"do_sample": None, "split_special_tokens": True}, 6, "custom_generate")
-@example({"prefill_chunk_size": True}, 6, "generate")
-@example({"prefill_chunk_size": 0}, 6, "stream")
 @example({"synced_gpus": True}, 6, "generate")
 @example({"synced_gpus": 0.5}, 6, "custom_generate")
 @pytest.mark.filterwarnings("ignore")

@@ -12,17 +12,17 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from xtok.decoding.arguments import check_adapters, check_arguments, check_batch, check_rows, check_streamer
+from xtok.decoding.arguments import check_adapters, check_arguments, check_batch_size, check_rows
 from xtok.decoding.assemble import assemble, name_of, refitted
 from xtok.decoding.keywords import GenerateArguments, TextArguments
-from xtok.decoding.prepare import Prepared, by_row, completed, passed_to_generate, prepare, prepare_one
+from xtok.decoding.prepare import Prepared, add_noise_and_shapes, by_row, passed_to_generate, prepare, prepare_one
 from xtok.decoding.rounds import run
 from xtok.decoding.sequence import Round, Sequence
 from xtok.decoding.setup import Acceptance, Setup
 from xtok.decoding.start import start
 from xtok.drafts.base import Draft, Drafter
 from xtok.drafts.policy.settings import Budget
-from xtok.errors import InvalidInputError
+from xtok.errors import InvalidInputError, UnsupportedArgumentError
 from xtok.models.cache import CACHE
 from xtok.models.load import Device, DeviceMap, Dtype, OneOrEach, Quantization, Source
 from xtok.models.modes import current, within
@@ -210,10 +210,10 @@ class XTokAssisted:
         setup, many = self.setup, is_several(prompt)
         streamer = arguments.pop("streamer", None)
         batch_size, progress = arguments.pop("batch_size", BATCH), arguments.pop("progress", None)
-        check_batch(batch_size, progress)
-        check_streamer(streamer, several=many)
+        check_batch_size(batch_size)
         requests = prepare(setup, list(prompt) if many else [prompt], arguments)
-        check_streamer(streamer, several=len(requests) > 1)
+        if streamer is not None and len(requests) > 1:
+            raise UnsupportedArgumentError("A streamer takes one text. Call generate once per prompt, for one text each.")
         batch_size = min(batch_size, len(requests))
         shown = progress or (progress is None and len(requests) > 1 and sys.stderr.isatty())
         if streamer is not None:
@@ -298,7 +298,7 @@ class XTokAssisted:
         keeps_cache = bool(wanted or (passed_to_generate("kwargs") or {}).get(CACHE) is not None)
         given = input_ids, logits_processor, stopping_criteria, generation_config, traits(self.model)
         batch = Prepared(*given, inputs=model_kwargs, keeps_cache=keeps_cache)
-        requests = completed(setup, by_row(self.target, batch, stop_strings), seed)
+        requests = add_noise_and_shapes(setup, by_row(self.target, batch, stop_strings), seed)
         sequences = self._run(setup, requests, len(requests), passed_to_generate("streamer"), keep=True)
         return as_transformers(sequences, generation_config)
 

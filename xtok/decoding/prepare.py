@@ -16,14 +16,12 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from xtok.decoding.arguments import (
     call_generate,
-    check_arguments,
     check_prepared,
     check_seed,
     check_supported,
-    checked,
-    taken_prediction,
-    taken_stop_strings,
-    with_cache_renamed,
+    generate_kwargs,
+    pop_prediction,
+    pop_stop_strings,
 )
 from xtok.decoding.sequence import StopStrings
 from xtok.decoding.setup import Setup
@@ -114,14 +112,13 @@ def prepare(setup: Setup, prompts: Sequence[Any], arguments: dict[str, Any]) -> 
     Raises `InvalidInputError` or `UnsupportedArgumentError` for what can't be honoured, before anything is generated.
     """
     seed = arguments.pop("seed", None)
-    return completed(setup, _given(setup, prompts, arguments), seed)
+    return add_noise_and_shapes(setup, _given(setup, prompts, arguments), seed)
 
 
 def _given(setup: Setup, prompts: Sequence[Any], arguments: dict[str, Any]) -> list[Prepared]:
     several = len(prompts) > 1
     if several:
-        check_arguments(arguments)
-        if CACHE in with_cache_renamed(arguments):
+        if CACHE in generate_kwargs(arguments):
             raise UnsupportedArgumentError(f"{CACHE} holds one sequence. Call generate once per prompt.")
         _copied(_stateful(arguments))  # raises if one can't be
     found = list[Prepared]()
@@ -143,10 +140,10 @@ def prepare_one(setup: Setup, prompt: Any, arguments: dict[str, Any]) -> Prepare
     given = _given(setup, [prompt], arguments)
     if len(given) > 1:
         raise UnsupportedArgumentError(f"num_return_sequences={len(given)} gives several sequences. Call generate instead.")
-    return completed(setup, given, seed)[0]
+    return add_noise_and_shapes(setup, given, seed)[0]
 
 
-def completed(setup: Setup, given: Sequence[Prepared], seed: int | None) -> list[Prepared]:
+def add_noise_and_shapes(setup: Setup, given: Sequence[Prepared], seed: int | None) -> list[Prepared]:
     """The requests with noise, and with the shapes of forward passes as they are now, checked against the instance's settings.
 
     Noise depends on the prompt's ids, and on its number among equal prompts, so a prompt is sampled alike alone and in any
@@ -178,8 +175,8 @@ def as_generate(target: Target, prompt: Any, arguments: dict[str, Any], *, sever
 
     `several`: whether the same arguments are used for other prompts, too.
     """
-    arguments = checked(arguments)
-    prediction, stop_strings = taken_prediction(arguments), taken_stop_strings(target.model, arguments)
+    arguments = generate_kwargs(arguments)
+    prediction, stop_strings = pop_prediction(arguments), pop_stop_strings(target.model, arguments)
     read, prompt, template = read_prompt(target.vocabulary.tokenizer, prompt, arguments)
     known = traits(target.model)
     ids = torch.tensor([read], dtype=torch.int64, device=known.device)

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from xtok.assisted import XTokAssisted
-from xtok.decoding.arguments import check_batch
+from xtok.decoding.arguments import check_batch_size
 from xtok.decoding.prepare import Prepared, prepare_one
 from xtok.decoding.rounds import run
 from xtok.decoding.sequence import Sequence
@@ -102,7 +102,7 @@ class Engine:
         """
         if not isinstance(xt, XTokAssisted):
             raise InvalidInputError(f"xt is {xt!r}; pass an XTokAssisted: Engine(XTokAssisted(target, draft)).")
-        check_batch(batch_size, None)
+        check_batch_size(batch_size)
         if not isinstance(queue, int) or isinstance(queue, bool) or queue < 0:
             raise InvalidInputError(f"queue is {queue!r}; it must be a whole number, 0 or more.")
         if not isinstance(prefix_cache, bool):
