@@ -21,10 +21,9 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from worlds import fitting, scaled, tokenizer
 
 from xtok import Budget, XTokAssisted
-from xtok.align.keys import bytes_key, noise_keys
-from xtok.align.projection import Projection, projection
 from xtok.align.text import SequenceText
 from xtok.align.tokenbytes import TokenBytes
+from xtok.align.vocabulary import Projection, bytes_key, noise_keys, projection
 from xtok.decoding.pick import Picker
 from xtok.decoding.rounds import run_one
 from xtok.decoding.sequence import Sequence as Written

@@ -13,9 +13,8 @@ from worlds import FAMILIES, fitting, mostly_deep, tokenizer
 from xtok import Budget, Context, Tree
 from xtok.align.continuation import Continuation
 from xtok.align.encoding import encoder
-from xtok.align.keys import noise_keys
-from xtok.align.projection import Projection, projection
 from xtok.align.tokenbytes import token_bytes
+from xtok.align.vocabulary import Projection, noise_keys, projection
 from xtok.drafts.cross_tokenizer import CrossTokenizerDrafter
 from xtok.drafts.meter import Meter
 from xtok.drafts.projected import Candidates, ProjectedDrafter

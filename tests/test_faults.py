@@ -19,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from worlds import TREE_3, deep, examples, fitting, make_target_expensive, mostly_deep, quick, scaled, tokenizer
 
 from xtok import Budget, PromptLookup, XTokAssisted
-from xtok.align.reencode import Reencoder
+from xtok.align.continuation import Reencoder
 from xtok.errors import DraftFailedWarning
 from xtok.models.prompts import prompt_ids
 

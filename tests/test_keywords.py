@@ -7,7 +7,7 @@ from front_door import BYTES, GREEDY, OTHER, PROMPT, TARGET, TOKENS
 from transformers import GenerationConfig
 
 from xtok import XTokAssisted
-from xtok.decoding.keywords import GenerateArguments
+from xtok.decoding.arguments import GenerateArguments
 
 REFUSED = {
     *("num_beams", "early_stopping", "length_penalty", "penalty_alpha", "dola_layers", "low_memory", "is_assistant"),

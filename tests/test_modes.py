@@ -20,7 +20,7 @@ from worlds import examples, fitting, mostly_deep
 
 import xtok
 from xtok import Budget, DraftEngine, Engine, HeadsDrafter, PromptLookup, TokenRecycling, XTokAssisted, pair
-from xtok.align.keys import bytes_key
+from xtok.align.vocabulary import bytes_key
 from xtok.errors import DraftFailedWarning, LossyWarning
 from xtok.models.cache import CACHE
 from xtok.models.modes import current, within

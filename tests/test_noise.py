@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds import FAMILIES, tokenizer
 
-from xtok.align.keys import bytes_key, control_key, noise_keys
 from xtok.align.tokenbytes import TokenBytes, token_bytes
+from xtok.align.vocabulary import bytes_key, control_key, noise_keys
 from xtok.sampling.noise import _MULTIPLIERS, ACCEPT, GUESS, PICK, _signed, gumbel, noise, uniform
 
 PASSES, FAILS = 1e-3, 1e-6

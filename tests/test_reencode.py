@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from worlds import CORPUS, FAMILIES, examples, texts, tokenizer, unigram
 
+from xtok.align.continuation import Reencoder
 from xtok.align.encoding import Encoder, encoder
-from xtok.align.reencode import Reencoder
 from xtok.align.tokenbytes import token_bytes
 
 ENCODERS: dict[tuple[str, int], Encoder] = {}

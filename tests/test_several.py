@@ -53,9 +53,8 @@ from worlds import (
 from xtok.drafts.policy.draft import DraftPolicy, Outcome, Proposal
 
 from xtok import Budget, Context, Generation, PromptLookup, TokenRecycling, Tree, XTokAssisted, pair
-from xtok.align.projection import identity_projection
 from xtok.align.tokenbytes import same_tokens, token_bytes
-from xtok.align.vocabulary import Vocabulary
+from xtok.align.vocabulary import Vocabulary, identity_projection
 from xtok.drafts.base import Drafter, ModelDrafter, Request
 from xtok.drafts.given import ModelDraft
 from xtok.drafts.growth import Path, grown

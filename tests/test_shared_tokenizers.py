@@ -18,8 +18,7 @@ from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList
 from worlds import TREE_3, alone, deep, model, mostly_deep
 
 from xtok import Budget, Context, Tree, XTokAssisted, chain
-from xtok.align.continuation import Continuation
-from xtok.align.reencode import Reencoder
+from xtok.align.continuation import Continuation, Reencoder
 from xtok.errors import PromptWarning
 from xtok.models.prompts import prompt_ids
 

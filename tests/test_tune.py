@@ -21,8 +21,8 @@ from worlds import examples, fitting, quick, texts, tokenizer
 
 from xtok import XTokAssisted, pair, tune_draft
 from xtok.align.encoding import encoder
-from xtok.align.projection import Projection, projection
 from xtok.align.tokenbytes import TokenBytes, token_bytes
+from xtok.align.vocabulary import Projection, projection
 from xtok.drafts.tree import Tree
 from xtok.errors import DraftFailedWarning, InvalidInputError, UnsupportedArgumentError
 from xtok.models.load import draft_model, load

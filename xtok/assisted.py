@@ -12,9 +12,15 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from xtok.decoding.arguments import check_adapters, check_arguments, check_batch_size, check_rows
+from xtok.decoding.arguments import (
+    GenerateArguments,
+    TextArguments,
+    check_adapters,
+    check_arguments,
+    check_batch_size,
+    check_rows,
+)
 from xtok.decoding.assemble import assemble, name_of, refitted
-from xtok.decoding.keywords import GenerateArguments, TextArguments
 from xtok.decoding.prepare import Prepared, add_noise_and_shapes, by_row, passed_to_generate, prepare, prepare_one
 from xtok.decoding.rounds import run
 from xtok.decoding.sequence import Round, Sequence
@@ -24,11 +30,10 @@ from xtok.drafts.base import Draft, Drafter
 from xtok.drafts.policy.settings import Budget
 from xtok.errors import InvalidInputError, UnsupportedArgumentError
 from xtok.models.cache import CACHE
-from xtok.models.load import Device, DeviceMap, Dtype, OneOrEach, Quantization, Source
+from xtok.models.load import Device, DeviceMap, Dtype, OneOrEach, Quantization, Source, Target
 from xtok.models.modes import current, within
 from xtok.models.probe import traits
 from xtok.models.prompts import KnownPrompt, Prompt, is_several
-from xtok.models.roles import Target
 from xtok.results.generation import LAST, Generation, as_transformers, columns, finished
 from xtok.results.progress import advanced
 from xtok.results.trace import Token, WrittenRound, as_committed, round_tokens, written_round
@@ -40,8 +45,6 @@ T = TypeVar("T")
 Show: TypeAlias = Callable[[Round, list[Token], abc.Sequence[str]], Iterator[T]]
 BATCH = 8
 """How many sequences of a list are generated at a time."""
-
-
 _REFRESHING = RLock()
 
 
@@ -79,45 +82,43 @@ class XTokAssisted:
         quantization_config: OneOrEach[Quantization] = None,
         attn_implementation: OneOrEach[str] = None,
     ) -> None:
-        """`draft`: a draft model or `HeadsDrafter(file)`, either of which guesses together with `PromptLookup()` and
-        `TokenRecycling()`; one of these two alone; an object with `propose(context, budget)`; or a list of any of them, whose
-        guesses are merged and to which nothing is added. Drafts with the target's own token ids skip the text.
+        """Load the models, and find out what they can do.
 
-        `budget`: how much to guess in each round. None: as much as pays, by the measured time of forward passes and recent
-        acceptance. `Budget(depth=5, width=1, schedule="constant")`, for example, guesses chains of five draft tokens.
+        Args:
+            target: The model whose text is wanted: a hub id, a path, or a pair of a model and its tokenizer.
+            draft: A draft model or `HeadsDrafter(file)`, either of which guesses together with `PromptLookup()` and
+                `TokenRecycling()`; one of these two alone; an object with `propose(context, budget)`; or a list of any of them,
+                whose guesses are merged and to which nothing is added. Drafts with the target's own ids skip the text.
+            budget: How much to guess in each round. None: as much as pays, by the measured time of forward passes and recent
+                acceptance. `Budget(depth=5, width=1, schedule="constant")` guesses chains of five draft tokens.
+            acceptance: How guesses are verified when sampling. "match": a guess is accepted if the target draws the same token;
+                both draw with the same Gumbel noise. "rejection": speculative sampling (Leviathan et al. 2023, Chen et al.
+                2023) by the draft's distribution, projected onto the target's ids by bytes, in chains of the budget's depth.
+                Its texts are draws from the target's own distribution, too, but depend on the draft and that depth. "typical",
+                **lossy**: guesses are accepted if their probability is above min(`posterior_threshold`, `posterior_alpha` *
+                exp(-entropy)) (Medusa, Cai et al. 2024). With "rejection" and "typical", `stats.exact` is False.
+            posterior_threshold: Of typical acceptance, above 0 and at most 1.
+            posterior_alpha: Likewise.
+            stable: Give the target's forward passes fixed shapes, in which a token's logits have the same bits whatever else is
+                in the forward pass, so that ids are the same in any precision, with or without a draft, alone or in a batch.
+                None: in half precision, for targets that allow it; an `UnstableWarning` says if one doesn't, and near-ties
+                (`stats.near_ties`) may then be decided differently. True: in any precision; other targets are refused. False:
+                never. A few extra forward passes find the shapes, and the cache folder (`XTOK_CACHE`) keeps them. Mixtures of
+                experts, models that can't share forward passes, threads that aren't a power of two, and `acceptance` other than
+                "match" don't allow them.
+            compile: Capture forward passes as CUDA graphs, one for each shape, and replay them. None: for each model that is on
+                one GPU, without hooks or offloading. True: the same, but a target that can't be captured is refused. With
+                graphs, KV caches stay allocated between calls. A graph is used only if its first replay gave the same bits as
+                the normal forward pass; `stats.target_replays` counts replays of the target.
+            device: Of models given as hub ids or paths: one for both, or a pair, the target's and the drafts', such as
+                `("cuda:0", "cpu")`. None: the best there is for the target, and the target's for drafts.
+            dtype: Their precision, for both or as a pair. None: "auto", what their configurations say.
+            device_map: For both or as a pair, as `from_pretrained` takes it. "auto" spreads a model over several devices.
+            quantization_config: Likewise.
+            attn_implementation: Likewise.
 
-        `acceptance`: how guesses are verified when sampling. "match": a guess is accepted if the target draws the same token;
-        both draw with the same Gumbel noise. "rejection": speculative sampling (Leviathan et al. 2023, Chen et al. 2023) by
-        the draft's distribution, projected onto the target's ids by bytes, in chains of the budget's depth. Its texts are
-        draws from the target's own distribution, too, but depend on the draft and that depth. "typical", **lossy**: guesses
-        are accepted if their probability is above min(`posterior_threshold`, `posterior_alpha` * exp(-entropy)) (Medusa, Cai
-        et al. 2024). With "rejection" and "typical", `stats.exact` is False.
-
-        `stable`: make the target's forward passes batch-invariant, by fixed shapes, in which a token's logits have the same
-        bits whatever else is in the forward pass. Then the ids are the same in any precision, with or without a draft, alone
-        or in a batch. (After a side branch of a tree, where the last bits may differ, a pick is accepted at once only if its
-        margin is at least 8 times the largest rounding difference seen in trials; otherwise the next forward pass decides.)
-        None: in half precision, for targets that allow it. True: in any precision; other targets are refused. False: never.
-
-        A few extra forward passes find the fixed shapes when they are first needed. They take at most a tenth of the time spent
-        generating, and what they find is kept in the cache folder (`XTOK_CACHE`, by default xtok in the user's). Mixtures of
-        experts, models that can't share forward passes, a number of threads that isn't a power of two, and `acceptance` other
-        than "match" don't allow fixed shapes. In half precision, an `UnstableWarning` then says what isn't promised: the same
-        call still gives the same text, but near-ties (`stats.near_ties`) may be decided differently without a draft or in
-        another batch.
-
-        `compile`: capture forward passes as CUDA graphs, one for each shape, and replay them. None: for each model that is on
-        one GPU, without hooks or offloading. True: the same, but a target that can't be captured is refused. False: never.
-        With graphs, KV caches stay allocated between calls. A graph is used only if its first replay gave the same bits as the
-        normal forward pass; `stats.target_replays` counts replays of the target.
-
-        `device`, `dtype` and `device_map`, of models given as hub ids or paths: one for both, or a pair, the target's and the
-        drafts', such as `device=("cuda:0", "cpu")`. By default, models have the precision of their configurations
-        (`dtype="auto"`), the target is on the best device there is, and drafts are on the target's. `device_map="auto"` spreads
-        a model over several devices, by accelerate. `quantization_config` and `attn_implementation`, likewise for both or as a
-        pair, are passed on to transformers' `from_pretrained`. They must agree with models that are loaded already.
-
-        Raises `UnsupportedModelError`, `UnsupportedTokenizerError` or `InvalidInputError` (all of `xtok.errors`).
+        The last five must agree with models that are loaded already. Raises `UnsupportedModelError`,
+        `UnsupportedTokenizerError` or `InvalidInputError` (all of `xtok.errors`).
         """
         self._arguments = {name: value for name, value in locals().items() if name != "self"}
         if isinstance(draft, list):
@@ -187,19 +188,21 @@ class XTokAssisted:
     def generate(self, prompt: abc.Sequence[Prompt], **arguments: "Unpack[GenerateArguments]") -> list[Generation]: ...
     @within()
     def generate(self, prompt: Any = None, **arguments: Any) -> Generation | list[Generation]:
-        """Generate from a prompt: a text; a chat (a list of messages); token ids (a list of whole numbers, or a tensor of shape
-        (n,) or (1, n)); or a tokenizer's encoding of one text, of which ids and attention mask are read. From a list of such
-        prompts, generate a list. A list of whole numbers is one prompt, a list of lists of them is several.
+        """Generate from a prompt. From a list of prompts, generate a list.
 
-        `arguments` are those of transformers' `generate`, and these. `tools`, `enable_thinking` and the items of
-        `chat_template_kwargs` are passed to a chat's template. With `split_special_tokens=True`, control tokens written out in
-        a text are read as plain text. `seed`, for `do_sample=True` alone: the ids depend on target, prompt, settings and seed,
-        not on the draft or on the rest of a list. The same prompt again, in a list or by `num_return_sequences`, gives further,
-        independent texts.
-
-        `prediction`: text that the answer is likely to contain, such as a document to edit. xtok guesses from it, as OpenAI's
-        Predicted Outputs do; it changes no id. `batch_size`: how many prompts of a list share forward passes; ids don't depend
-        on it. `progress`: whether to show a bar on stderr; None: if stderr is a terminal and there are several prompts.
+        Args:
+            prompt: A text; a chat (a list of messages); token ids (a list of whole numbers, or a tensor of shape (n,) or (1,
+                n)); or a tokenizer's encoding of one text, of which ids and attention mask are read. A list of whole numbers is
+                one prompt, a list of lists of them is several.
+            seed: For `do_sample=True` alone: the ids depend on target, prompt, settings and seed, not on the draft or on the
+                rest of a list. The same prompt again, in a list or by `num_return_sequences`, gives further, independent texts.
+            prediction: Text that the answer is likely to contain, such as a document to edit. xtok guesses from it, as OpenAI's
+                Predicted Outputs do; it changes no id.
+            tools, enable_thinking, chat_template_kwargs: Passed to a chat's template.
+            split_special_tokens: Whether control tokens written out in a text are read as plain text.
+            batch_size: How many prompts of a list share forward passes; ids don't depend on it.
+            progress: Whether to show a bar on stderr. None: if stderr is a terminal and there are several prompts.
+            arguments: Those of transformers' `generate`.
 
         Raises `InvalidInputError` for a prompt and `UnsupportedArgumentError` for an argument that can't be honoured.
         """

@@ -18,10 +18,9 @@ from xtok.drafts.policy.settings import Budget, check_budget
 from xtok.drafts.recycling import TokenRecycling
 from xtok.errors import InvalidInputError, LossyWarning, UnsupportedArgumentError, UnsupportedModelError, XTokError, warn
 from xtok.models.graphs import captures, takes_graphs
-from xtok.models.load import Placement, check_places, check_source, draft_model, placements, target_model
+from xtok.models.load import DraftModel, Placement, Target, check_places, check_source, draft_model, placements, target_model
 from xtok.models.packed import forget_packed
 from xtok.models.probe import traits
-from xtok.models.roles import DraftModel, Target
 from xtok.models.stable import StableShapes
 from xtok.models.traits import forget_verdicts
 

@@ -28,9 +28,9 @@ from xtok.decoding.setup import Setup
 from xtok.drafts.lookup import Prediction
 from xtok.errors import InvalidInputError, PromptWarning, UnsupportedArgumentError, warn
 from xtok.models.cache import CACHE
+from xtok.models.load import Target
 from xtok.models.probe import traits
 from xtok.models.prompts import is_several, read_prompt
-from xtok.models.roles import Target
 from xtok.models.stable import StableShapes
 from xtok.models.traits import Traits
 from xtok.sampling.noise import Noise, noise

@@ -20,7 +20,7 @@ from xtok.errors import InvalidInputError, UnstableWarning, XTokError, shown, wa
 from xtok.models.cache import weights
 from xtok.models.cache_set import CachePool
 from xtok.models.layers import doubled
-from xtok.models.roles import Target
+from xtok.models.load import Target
 from xtok.models.shapes import rounded
 from xtok.models.stable import StableShapes
 

@@ -14,7 +14,7 @@ from xtok.drafts.policy.settings import Budget
 from xtok.drafts.reader import Reader
 from xtok.drafts.tree import Tree, Trie
 from xtok.models.forwards import Steps
-from xtok.models.roles import DraftModel
+from xtok.models.load import DraftModel
 from xtok.sampling.largest import largest
 
 _CONSIDERED = 64

@@ -8,9 +8,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from xtok.align.continuation import Continuation
-from xtok.align.projection import Projection, identity_projection, projection
 from xtok.align.tokenbytes import same_tokens
-from xtok.align.vocabulary import Vocabulary
+from xtok.align.vocabulary import Projection, Vocabulary, identity_projection, projection
 from xtok.drafts.acceptance import DrawnChains
 from xtok.drafts.base import Draft, Drafter, Request
 from xtok.drafts.cross_tokenizer import CrossTokenizerDrafter
@@ -21,8 +20,8 @@ from xtok.drafts.reader import IdReader, Reader
 from xtok.drafts.recycling import TokenRecycling
 from xtok.errors import InvalidInputError
 from xtok.models.cache import device_of
+from xtok.models.load import DraftModel
 from xtok.models.prompts import chat_ids, is_chat
-from xtok.models.roles import DraftModel
 
 
 class ModelDraft:

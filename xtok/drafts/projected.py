@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from xtok.align.projection import Projection
 from xtok.align.tokenbytes import TokenBytes
+from xtok.align.vocabulary import Projection
 from xtok.drafts.acceptance import DrawableDrafter
 from xtok.drafts.base import Context
 from xtok.drafts.growth import (
@@ -29,7 +29,7 @@ from xtok.drafts.policy.settings import Budget
 from xtok.drafts.reader import Reader
 from xtok.drafts.tree import Tree
 from xtok.models.forwards import Steps
-from xtok.models.roles import DraftModel
+from xtok.models.load import DraftModel
 from xtok.sampling.draws import Distribution
 from xtok.sampling.largest import largest
 

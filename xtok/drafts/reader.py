@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from xtok.align.reencode import Reencoder
+from xtok.align.continuation import Reencoder
 from xtok.drafts.base import Context
 from xtok.drafts.meter import Meter
 from xtok.models.forwards import Answer, Ask, Slot, Steps
-from xtok.models.roles import DraftModel
+from xtok.models.load import DraftModel
 
 
 class Reader:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -24,7 +25,6 @@ from xtok.models.gguf import is_gguf, load_gguf, read_gguf, tokenizer_of
 from xtok.models.probe import traits
 from xtok.models.prompts import reading, special_ids
 from xtok.models.quantized import check_rows
-from xtok.models.roles import DraftModel, Target
 
 T = TypeVar("T")
 OneOrEach: TypeAlias = T | tuple[T | None, T | None] | None
@@ -40,6 +40,28 @@ _TOKENIZERS = ("*token*", "vocab*", "*.model", "*.tiktoken", "*.gguf", "*.txt")
 """Name patterns of a tokenizer's files."""
 from_config: Any = AutoModelForCausalLM.from_config
 """Makes a model from a configuration, with random weights."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A target model and its vocabulary, shared by all sequences."""
+
+    model: PreTrainedModel
+    vocabulary: Vocabulary
+
+
+@dataclass(frozen=True)
+class DraftModel:
+    """A draft model and its vocabulary, shared by all sequences. `lead`: the ids that its tokenizer puts before every text."""
+
+    model: PreTrainedModel
+    vocabulary: Vocabulary
+    lead: tuple[int, ...]
+
+    @cached_property
+    def branches(self) -> bool:
+        """Whether one forward pass can continue several guesses."""
+        return traits(self.model).branches
 
 
 @dataclass(frozen=True)

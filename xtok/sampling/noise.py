@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from xtok.align.keys import digest
+from xtok.align.vocabulary import digest
 
 PICK, GUESS, ACCEPT = range(3)
 """The purposes of noise: the target's picks, a draft's own draws, and tests of acceptance. Each has noise of its own."""

@@ -32,7 +32,7 @@ from xtok.serving.ticket import Ticket
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from xtok.decoding.keywords import TextArguments
+    from xtok.decoding.arguments import TextArguments
 
 
 @dataclass(frozen=True)

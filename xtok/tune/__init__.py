@@ -15,8 +15,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from xtok.align.projection import Projection, projection
 from xtok.align.tokenbytes import token_bytes
+from xtok.align.vocabulary import Projection, projection
 from xtok.errors import InvalidInputError, shown
 from xtok.models.cache import device_of
 from xtok.models.load import Source, draft_model, load

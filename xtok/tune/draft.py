@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from xtok.align.projection import Projection
+from xtok.align.vocabulary import Projection
 from xtok.errors import InvalidInputError, install
 from xtok.tune.examples import IGNORED
 

@@ -11,8 +11,8 @@ from torch.nn.utils.rnn import pad_sequence
 from xtok.align.tokenbytes import TokenBytes
 from xtok.errors import InvalidInputError
 from xtok.models.cache import context_window
+from xtok.models.load import DraftModel
 from xtok.models.prompts import Chat, chat_ids
-from xtok.models.roles import DraftModel
 
 IGNORED = -100
 """The label that transformers leaves out of a loss."""
