@@ -1,7 +1,6 @@
 """What the commands share: options, drafts and pairs by name, texts from files and stdin, output, and errors in one line."""
 
 import json
-import os
 import re
 import sys
 import warnings
@@ -147,7 +146,6 @@ def _reporting() -> Iterator[None]:
     """
     from transformers.utils import logging
 
-    _hint_at_threads()
     quiet: Any = logging
     quiet.set_verbosity_error()
     if not sys.stderr.isatty():
@@ -172,14 +170,6 @@ def _show_warning(others: Callable[..., None], message: Any, category: type[Warn
         typer.echo(f"xtok: {message}", err=True)
     else:
         others(message, category, *where, **more)
-
-
-def _hint_at_threads() -> None:
-    """On a terminal, say if the machine is busy: threads of torch that wait for each other then take many times as long."""
-    if not sys.stderr.isatty() or "OMP_NUM_THREADS" in os.environ or not hasattr(os, "getloadavg"):
-        return
-    if os.getloadavg()[0] > (os.cpu_count() or 1) / 2:
-        typer.echo("xtok: this machine is busy. On its CPU, OMP_NUM_THREADS=1 may be many times as fast.", err=True)
 
 
 def held_out(named: str | None) -> list[str]:

@@ -2,12 +2,11 @@
 
 import sys
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console, Group
-from rich.live import Live
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from transformers.utils import logging
@@ -20,12 +19,10 @@ from xtok.drafts.policy.settings import Budget
 from xtok.errors import InvalidInputError
 from xtok.models.load import Placement, load
 from xtok.models.prompts import Prompt
-from xtok.models.timing import timed
 from xtok.pair import DRAFT, TARGET, pair
 from xtok.results.generation import Generation
 from xtok.results.progress import stage
 from xtok.results.terminal import legend, tinted
-from xtok.results.trace import Token
 
 SAMPLES = {
     "といっても、八っちゃんは眼ばかりくりくりさせて、": "Even so, Hatchan only goggled, wide-eyed, and …",
@@ -46,16 +43,13 @@ ROUND = Budget(2, width=4, nodes=7, schedule="constant")
 """The budget of each round of the real pair. On a CPU, eight rows cost its target little more than one."""
 WIDTH = 100
 """The width of the output in columns, without a terminal."""
-ALONE, DRAFTED = "alone", "xtok"
-REAL, JAPANESE = "SmolLM2", "Japanese"
 INTRODUCTION = (
     "What you will see\n\n"
     "A target model generates each text twice: alone, and with xtok. With xtok, something small guesses the next tokens: a "
     "layer that reads the target's hidden states (heads), or a model with another tokenizer (the draft). Other guesses are "
     "what the text repeats (prompt lookup), and what the target found likely before (token recycling). One forward pass of the "
     "target verifies all guesses of a round. The target picks every token itself, so both texts must have the same tokens: "
-    "a right guess saves a forward pass, a wrong one changes nothing. The two texts are generated in turns, and only their own "
-    "time counts. One thread.\n"
+    "a right guess saves a forward pass, a wrong one changes nothing. One thread.\n"
 )
 ENGLISH = (
     "1. A real chat model\n\n"
@@ -81,36 +75,15 @@ Your own pair, by hub ids or folders (in a checkout, xtok is .venv/bin/xtok):
   xtok generate "…" --target TARGET --draft DRAFT --show   # a text, tinted by who guessed
   xtok train-heads --target TARGET --out FILE              # if there is no small model for yours
 """
-TITLES = "the target alone", "by xtok"
-System = tuple[str, str]
-"""A target's name, and what generates: the target alone, or xtok."""
 
 
-class Run:
-    """A text while one system generates it. `seconds`: the time of its own rounds. `generation`: None until it has ended.
-    `same`: whether its ids are as promised.
-    """
+class Pair(NamedTuple):
+    """A text by the target alone and by xtok. `same`: whether the ids are as promised."""
 
-    def __init__(self, xt: XTokAssisted, prompt: Prompt, arguments: dict[str, Any]) -> None:
-        self.xt = xt
-        self.tokens: list[Token] = []
-        self.seconds = 0.0
-        self.generation: Generation | None = None
-        self.same = True
-        self._left = xt.stream_tokens(prompt, **arguments)
-
-    def advance(self) -> None:
-        with timed() as span:
-            token = next(self._left, None)
-        self.seconds += span.seconds
-        if token is None:
-            self.generation = self.xt.last[0]
-        else:
-            self.tokens.append(token)
-
-    @property
-    def ids(self) -> list[int]:
-        return [token.id for token in self.tokens]
+    target: str
+    alone: Generation
+    drafted: Generation
+    same: bool
 
 
 def demonstrate() -> bool:
@@ -122,12 +95,14 @@ def demonstrate() -> bool:
     quiet: Any = logging
     quiet.disable_progress_bar()
     torch.set_num_threads(1)  # models this small gain nothing from more, and lose a lot on a busy machine
-    runs = _english(console) | _japanese(console)
-    return _print_summary(console, runs)
+    texts = [*_english(console), *_japanese(console)]
+    console.print(_summary(texts))
+    console.print(OWN, soft_wrap=True)
+    return all(text.same for text in texts)
 
 
-def _english(console: Console) -> dict[System, list[Run]]:
-    """The runs of questions to the real pair; none if it can't be downloaded."""
+def _english(console: Console) -> list[Pair]:
+    """Answers of the real pair; none if it can't be downloaded."""
     real = pair("smollm2")
     try:
         folder = real.target  # fetched at first
@@ -136,129 +111,87 @@ def _english(console: Console) -> dict[System, list[Run]]:
             model = heads.model_for(target[0])
     except InvalidInputError as error:
         console.print(MISSING.format(reason=error))
-        return {}
+        return []
     console.print(ENGLISH.format(parameters=0 if model is None else model.num_parameters() / 1e6))
-    systems = {(REAL, ALONE): XTokAssisted(target), (REAL, DRAFTED): XTokAssisted(target, heads, budget=ROUND)}
-    chats: dict[str, Prompt] = {question: [{"role": "user", "content": question}] for question in QUESTIONS}
-    for xt in systems.values():
-        xt.generate([{"role": "user", "content": "Hello!"}], max_new_tokens=8, do_sample=False)
+    chats: list[Prompt] = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    xts = XTokAssisted(target), XTokAssisted(target, heads, budget=ROUND)
     with stage("Generating the same answers with transformers, to compare them"):
-        truth = by_transformers(target, list(chats.values()), **ANSWERED)
-    runs = {name: [Run(xt, chat, ANSWERED) for chat in chats.values()] for name, xt in systems.items()}
-    for question, ids, *raced in zip(chats, truth.ids, *runs.values(), strict=True):
-        _race(console, question, "", raced, ids)
-    seconds, tokens = sum(run.seconds for run in runs[REAL, ALONE]), sum(len(run.ids) for run in runs[REAL, ALONE])
-    console.print(BASELINE.format((truth.seconds / truth.tokens) / (seconds / tokens)), soft_wrap=True)
-    return runs
+        truth = by_transformers(target, chats, **ANSWERED)
+    asked = zip(QUESTIONS, chats, truth.ids, strict=True)
+    texts = [_compared(console, "SmolLM2", xts, *one, ANSWERED) for one in asked]
+    seconds = sum(one.alone.stats.seconds for one in texts) / sum(one.alone.stats.new_tokens for one in texts)
+    console.print(BASELINE.format(truth.seconds / truth.tokens / seconds), soft_wrap=True)
+    return texts
 
 
-def _japanese(console: Console) -> dict[System, list[Run]]:
+def _japanese(console: Console) -> list[Pair]:
     """Openings of paragraphs, continued by the pair that ships."""
     with stage("Loading the Japanese models"):
         target, draft = (load(path, name, Placement(dtype=PRECISION)) for path, name in ((TARGET, "target"), (DRAFT, "draft")))
-        systems = {(JAPANESE, ALONE): XTokAssisted(target), (JAPANESE, DRAFTED): XTokAssisted(target, draft)}
-        for xt in systems.values():  # the first text of an instance pays for its start
-            xt.generate("吾輩は猫である。", **ARGUMENTS)
+        xts = XTokAssisted(target), XTokAssisted(target, draft)
         truth = by_transformers(target, list(SAMPLES), **ARGUMENTS).ids
         milliseconds = {name: 1000 * forward_seconds(model[0]) for name, model in (("target", target), ("draft", draft))}
     console.print(BUNDLED.format(penalty=ARGUMENTS["repetition_penalty"], **milliseconds))
-    runs = {name: [Run(xt, prompt, ARGUMENTS) for prompt in SAMPLES] for name, xt in systems.items()}
-    for (prompt, meaning), ids, *raced in zip(SAMPLES.items(), truth, *runs.values(), strict=True):
-        _race(console, prompt, meaning, raced, ids)
-    return runs
+    return [_compared(console, "Japanese", xts, one, one, ids, ARGUMENTS) for one, ids in zip(SAMPLES, truth, strict=True)]
 
 
-def _finish(runs: list[Run], show: Callable[[], object] = lambda: None) -> None:
-    """Generate texts to their ends, always continuing the one that took less time so far."""
-    while going := [run for run in runs if run.generation is None]:
-        min(going, key=lambda run: run.seconds).advance()
-        show()
+def _compared(
+    console: Console,
+    target: str,
+    xts: tuple[XTokAssisted, XTokAssisted],
+    shown: str,
+    prompt: Prompt,
+    truth: list[int],
+    arguments: Mapping[str, Any],
+) -> Pair:
+    """Write a text by the target alone and by xtok, one below the other. `truth`: transformers' own ids."""
+    console.print(Text(shown, style="bold"), soft_wrap=True)
+    if shown in SAMPLES:
+        console.print(Text(f"({SAMPLES[shown]})", style="italic"), soft_wrap=True)
+    for xt in xts:  # the first text of an instance pays for its start
+        if not xt.last:
+            xt.generate(prompt, **{**arguments, "max_new_tokens": 2})
+    alone, drafted = (xt.generate(prompt, **arguments) for xt in xts)
+    for title, one in (("the target alone", alone), ("by xtok", drafted)):
+        figures = (
+            f"{one.stats.new_tokens} tokens, {one.stats.target_forwards} forwards of the target, {one.stats.seconds:.1f} s"
+        )
+        console.print(f"\n{title}:", tinted(one.tokens, one.drafts), f"\n{figures}", sep="\n", soft_wrap=True)
+    console.print(legend(drafted.tokens, drafted.drafts), soft_wrap=True)
+    same, said = verdict(alone, drafted.token_ids, truth)
+    console.print(Text(said + "\n", style=f"bold {'green' if same else 'red'}"), soft_wrap=True)
+    return Pair(target, alone, drafted, same)
 
 
-def _race(console: Console, prompt: str, meaning: str, runs: list[Run], truth: list[int]) -> None:
-    """Write a text by two systems: side by side on a terminal, else one below the other. `truth`: transformers' own ids."""
-    console.print(Text(prompt, style="bold"), soft_wrap=True)
-    if meaning:
-        console.print(Text(f"({meaning})", style="italic"), soft_wrap=True)
-    if console.is_terminal:
-        with Live(console=console, auto_refresh=False) as live:
-            _finish(runs, lambda: live.update(_columns(runs), refresh=True))
-    else:
-        _finish(runs)
-        for title, run in zip(TITLES, runs, strict=True):
-            console.print(f"\n{title}:", *_cell(run), sep="\n", soft_wrap=True)
-    console.print(Text(_verdict(runs, truth) + "\n", style=f"bold {'green' if runs[0].same else 'red'}"), soft_wrap=True)
-
-
-def _verdict(runs: list[Run], truth: list[int]) -> str:
-    """A sentence that compares two texts with each other and with transformers' ids. Sets `same` of both."""
-    alone, drafted = runs
-    first = next((i for i, (own, other) in enumerate(zip(alone.ids, truth, strict=False)) if own != other), None)
-    ties = {tie.position: tie.margin for tie in (alone.generation.stats.near_ties if alone.generation else None) or ()}
-    before = max((position for position in ties if first is not None and position <= first), default=None)
-    same = alone.ids == drafted.ids and (alone.ids == truth or before is not None)
-    alone.same = drafted.same = same
-    if not same:
-        other = "transformers' own generate" if alone.ids == drafted.ids else "the target alone"
-        return f"identical to {other}: NO"
-    if before is None:
-        return "identical to the target alone: yes"
-    return (
+def verdict(alone: Generation, drafted: list[int], truth: list[int]) -> tuple[bool, str]:
+    """Whether the ids of a text are as promised, compared with each other and with transformers', and a sentence about it."""
+    if alone.token_ids != drafted:
+        return False, "identical to the target alone: NO"
+    first = next((i for i, (own, other) in enumerate(zip(drafted, truth, strict=False)) if own != other), None)
+    if first is None and drafted == truth:
+        return True, "identical to the target alone: yes"
+    ties = [tie for tie in alone.stats.near_ties or () if first is not None and tie.position <= first]
+    if not ties:
+        return False, "identical to transformers' own generate: NO"
+    return True, (
         f"identical to the target alone: yes. transformers' own generate differs from token {first} on: its forward "
-        f"passes differ in the last bits of bfloat16, and at token {before} the two best were {ties[before]:.2f} logits apart. "
-        "xtok's have fixed shapes (stable=True), so its ids are the same with any draft, each time."
+        f"passes differ in the last bits of bfloat16, and at token {ties[-1].position} the two best were "
+        f"{ties[-1].margin:.2f} logits apart. xtok's have fixed shapes (stable=True), so its ids are the same with any draft."
     )
 
 
-def _columns(runs: list[Run]) -> Table:
-    table = Table(expand=True)
-    for title in TITLES:
-        table.add_column(title, ratio=1, overflow="fold")
-    table.add_row(*(Group(*_cell(run)) for run in runs))
+def _summary(texts: list[Pair]) -> Table:
+    """Per target: tokens per forward pass, who guessed them, and the speed in multiples of the target alone."""
+    table = Table(title="The texts above, by xtok")
+    for title in ("target", "tokens per forward pass", "by draft or heads", "by other guesses", "speed", "same as alone"):
+        table.add_column(title, justify="left" if title == "target" else "right")
+    for name in dict.fromkeys(one.target for one in texts):
+        own = [one for one in texts if one.target == name]
+        sources = Counter(token.draft for one in own for token in one.drafted.tokens)
+        tokens, others = sources.total(), sources["prompt lookup"] + sources["token recycling"]
+        forwards = sum(one.drafted.stats.target_forwards for one in own)
+        speed = sum(one.alone.stats.seconds for one in own) / sum(one.drafted.stats.seconds for one in own)
+        shares = [f"{share / tokens:.0%}" for share in (tokens - others - sources[None], others)]
+        same = "yes" if all(one.same for one in own) else "NO"
+        table.add_row(name, f"{tokens / forwards:.2f}", *shares, f"{speed:.2f}", same)
     return table
-
-
-def _cell(run: Run) -> tuple[Text, Text, Text]:
-    """The text so far, its figures, and how many of its tokens each draft guessed."""
-    forwards = f", {run.generation.stats.target_forwards} forwards of the target" if run.generation else ""
-    figures = Text(f"\n{len(run.tokens)} tokens{forwards}, {run.seconds:.1f} s")
-    return tinted(run.tokens, run.xt.names), figures, legend(run.tokens, run.xt.names)
-
-
-def _print_summary(console: Console, runs: dict[System, list[Run]]) -> bool:
-    """Print what was measured, what is slower, and what to try next. Returns whether all texts are as promised."""
-    seconds = {name: sum(run.seconds for run in some) for name, some in runs.items()}
-    speeds = {(target, by): seconds[target, ALONE] / own for (target, by), own in seconds.items()}
-    same = {name: all(run.same for run in some) for name, some in runs.items()}
-    table = Table(title="The texts above")
-    for title in ("target", "by", "tokens per forward pass", "by draft or heads", "by other guesses", "speed", "same as alone"):
-        named = title in ("target", "by")
-        table.add_column(title, justify="left" if named else "right", no_wrap=named)
-    for (target, by), some in runs.items():
-        name, answer = (target if by == ALONE else "", by), "yes" if same[target, by] else "NO"
-        table.add_row(*name, *_shares(some), f"{speeds[target, by]:.2f}", answer, end_section=by == DRAFTED)
-    console.print(table)
-    console.print(_comment(speeds))
-    console.print(OWN, soft_wrap=True)
-    return all(same.values())
-
-
-def _shares(runs: list[Run]) -> list[str]:
-    """Tokens per forward, and what share of them was guessed by a draft, and by prompt lookup and token recycling."""
-    sources = Counter(token.draft for run in runs for token in run.tokens)
-    tokens, others = sources.total(), sources["prompt lookup"] + sources["token recycling"]
-    forwards = sum(run.generation.stats.target_forwards for run in runs if run.generation)
-    shares = (tokens - others - sources[None], others)
-    return [f"{tokens / forwards:.2f}", *(f"{share / tokens:.0%}" for share in shares)]
-
-
-def _comment(speeds: dict[System, float]) -> str:
-    """What the speeds are, and what is slower than the target alone."""
-    text = (
-        "Speed is in multiples of the target alone, whose ids the last column compares with. Each text was also compared with "
-        "that of transformers' own generate: where they differ, after a near-tie of bfloat16, it is said below the text. "
-    )
-    slower = [f"{by}, beside the target {target} ({speed:.2f})" for (target, by), speed in speeds.items() if speed < 1]
-    if slower:
-        text += f"Slower than the target alone: {'; '.join(slower)}. "
-    return text + "xtok saves forward passes of the target: the less its guesses cost beside those, the more there is to gain."
