@@ -59,7 +59,7 @@ def make_target_expensive(xt: Any, so: bool = True) -> Any:
     if not so:
         return xt
     policy = xt.setup.policy if isinstance(xt, XTokAssisted) else xt._policy
-    policy.shared.rounds, policy.shared.spacing = Latency(1.0), 10**9
+    policy.rounds, policy.spacing = Latency(1.0), 10**9
     for draft in policy.drafts:
         draft.forward = Latency(0.01)
     return xt
