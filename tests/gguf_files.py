@@ -1,11 +1,14 @@
 """Small GGUF files, written as llama.cpp's converters write them."""
 
 import json
+from copy import deepcopy
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from worlds import fitting
+from worlds import tokenizer as made
 
 CONTROL, NORMAL, BYTE = 3, 1, 6
 """Types of tokens."""
@@ -59,3 +62,8 @@ def _add_tokenizer(writer: Any, tokenizer: Any, size: int, pre: str | None = "gp
     for key, value in more.items():
         add = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}[type(value)]
         add(key.replace("__", "."), value)
+
+
+TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+TOKENS = {kind: made(kind) for kind in ("byte-level BPE", "SentencePiece BPE")}
+MODELS = {kind: deepcopy(fitting(tokens, "Llama", 3)).float() for kind, tokens in TOKENS.items()}

@@ -56,6 +56,11 @@ def findings_of(shapes: Any) -> Findings:
     return shapes._known.findings
 
 
+def tried_states(shapes: Any) -> int:
+    """In how many states of its model fixed shapes were tried."""
+    return len(shapes._found)
+
+
 def tables_of(recycling: Any) -> Any:
     """The tables of token recycling, by what reads them."""
     return recycling._tables

@@ -130,19 +130,39 @@ def without_batch_limits(drawn: dict[str, Any]) -> dict[str, Any]:
 
 def with_gap(pair: Pair, ids: Sequence[int], drawn: dict[str, Any]) -> tuple[list[int], float]:
     """What transformers gives without any draft, and the smallest gap between the two best scores of a pick."""
-    prompt = torch.tensor([list(ids)])
-    asked = {"attention_mask": torch.ones_like(prompt), "return_dict_in_generate": True, "output_scores": True}
-    output = pair[0].generate(prompt, tokenizer=pair[1], pad_token_id=0, **asked, **fresh(drawn))
-    gaps = [float(-torch.diff(scores[0].topk(2).values)) for scores in output.scores]
-    return output.sequences[0, len(ids) :].tolist(), min(gaps)
+    (written,), gap = batch_with_gap(pair, [ids], drawn)
+    return written, gap
 
 
-def spoilt(truth: Sequence[int], start: int, noise: Sequence[tuple[int, int]], branches: int = 1) -> ScriptedDrafter:
-    """Guesses the truth, spoilt: of branch i, `noise[i]` says how many ids are right and which id follows them."""
+def batch_with_gap(pair: Pair, prompts: Sequence[Sequence[int]], drawn: dict[str, Any]) -> tuple[list[list[int]], float]:
+    """The same of a batch that is padded on the left."""
+    inputs = padded(prompts)
+    asked = {"return_dict_in_generate": True, "output_scores": True, "pad_token_id": 0, **fresh(drawn)}
+    output = pair[0].generate(**inputs, tokenizer=pair[1], **asked)
+    gaps = [float(gap) for scores in output.scores for gap in -torch.diff(scores.topk(2).values)]
+    return output.sequences[:, inputs["input_ids"].shape[1] :].tolist(), min(gaps)
+
+
+def padded(prompts: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
+    """A batch for transformers, padded on the left."""
+    size = max(map(len, prompts))
+    ids = torch.tensor([[0] * (size - len(one)) + [*one] for one in prompts])
+    return {"input_ids": ids, "attention_mask": torch.tensor([[0] * (size - len(one)) + [1] * len(one) for one in prompts])}
+
+
+def spoilt(truth: Sequence[int], start: int, noise: Noise, branches: int = 1) -> ScriptedDrafter:
+    """Guesses the truth, which follows a prompt of `start` ids, spoilt: see `misleading`."""
+    return misleading(lambda ids: truth[len(ids) - start :], noise, branches)
+
+
+def misleading(coming: Callable[[Sequence[int]], Sequence[int]], noise: Noise, branches: int = 1) -> ScriptedDrafter:
+    """Guesses what comes after the ids of a text, spoilt: of branch i, `noise[i]` says how many ids are right, and which id
+    follows them.
+    """
     faults = iter(noise)
 
     def script(context: Context) -> Tree:
-        rest, trie = truth[len(context.ids) - start :], Trie()
+        rest, trie = coming(context.ids), Trie()
         for right, wrong in islice(chain(faults, repeat((3, 7))), branches):
             trie.add([*rest[:right], wrong, *rest[right + 1 : right + 3]], 1 / (1 + right))
         return trie.best(len)

@@ -1,19 +1,30 @@
 """Law 5: caches tell the truth, shown against forwarding everything anew."""
 
 from copy import deepcopy
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from architectures import tiny
+from architectures import RECURRENT, tiny
 from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from scripted import ScriptedDrafter
 from transformers import DynamicCache, PreTrainedModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from worlds import ARCHITECTURES, FAMILIES, alone, examples, fitting, model, quick, texts, tokenizer
+from worlds import (
+    ARCHITECTURES,
+    FAMILIES,
+    alone,
+    assert_close,
+    examples,
+    fitting,
+    model,
+    quick,
+    texts,
+    tokenizer,
+    whole_generations,
+)
 
 from xtok import Budget, Context, Generation, PromptLookup, Tree, XTokAssisted
 from xtok.align.continuation import Continuation
@@ -34,12 +45,7 @@ from xtok.models.shared_cache import SharedCache
 
 VOCABULARY = 40
 TOKENS = tokenizer("byte-level BPE")
-RECURRENT = tuple(name for name in ("falcon_h1", "lfm3", "olmo_hybrid", "qwen3_next") if name in CONFIG_MAPPING)
-"""State spaces beside attention in one layer; convolutions with full and sliding attention; two kinds of delta rules."""
 ids_lists = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=6)
-
-assert_close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
-"""In float64 too, transformers normalises and rotates in float32; a wrong cache is off by far more."""
 
 
 @cache
@@ -156,7 +162,7 @@ Replaying.TestCase.settings = examples(60, stateful_step_count=12)
 TestReplaying = Replaying.TestCase
 
 
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", RECURRENT[::3])
 def test_a_round_costs_a_recurrent_model_one_forward_mostly(name: str) -> None:
     """A guess of five, of which one comes true, in each of thirty rounds."""
     lm = recurrent(name)
@@ -169,7 +175,7 @@ def test_a_round_costs_a_recurrent_model_one_forward_mostly(name: str) -> None:
     assert 31 < cached.forwards <= 31 + 30 * 2 / 16
 
 
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", RECURRENT[::3])
 def test_a_recurrent_targets_cache_can_be_gone_on_with(name: str) -> None:
     """What a generation hands back holds what transformers' own hands back."""
     lm = tiny(name, len(TOKENS)).float()
@@ -182,11 +188,11 @@ def test_a_recurrent_targets_cache_can_be_gone_on_with(name: str) -> None:
     torch.testing.assert_close(*following, rtol=1e-4, atol=1e-4)
 
 
-Caching.TestCase.settings = examples(200, stateful_step_count=15)
+Caching.TestCase.settings = examples(160, stateful_step_count=15)
 TestCaching = Caching.TestCase
 
 
-@examples(150)
+@whole_generations
 @given(
     draft=st.tuples(st.sampled_from(sorted(ARCHITECTURES)), st.sampled_from(sorted(FAMILIES))),
     target=st.sampled_from(sorted(FAMILIES)),
@@ -234,15 +240,6 @@ def kept_by(slot: Slot) -> int:
     return slot.length - slot.branched if isinstance(slot, CachedModel) else slot.length
 
 
-def test_a_prefill_after_a_filled_cache_forwards_the_rest_only() -> None:
-    lm = model("Llama", VOCABULARY, 0, torch.float64)
-    cache = DynamicCache(config=lm.config)
-    ids = torch.tensor([[5, 6, 7, 8, 9]])
-    lm(ids[:, :3], **{CACHE: cache})
-    logits = CachedModel(lm, cache, {"attention_mask": torch.ones_like(ids)}).prefill(ids, lm.generation_config)
-    assert_close(logits, lm(ids).logits[0, -1:])
-
-
 # caches that callers hand in
 
 LENGTH = 12 if quick() else 24
@@ -281,7 +278,7 @@ def continued(lm: PreTrainedModel, kept: DynamicCache, wrong: int = 1) -> Genera
     return xt.generate(PROMPT, **{CACHE: kept}, **GREEDY)
 
 
-@examples(12)
+@whole_generations
 @example("mistral", 12, 1)
 @example("gemma2", 12, 1)
 @example("gemma3_text", 0, 2)
@@ -322,14 +319,7 @@ def test_a_cache_that_forgets_what_the_target_sees_is_refused(name: str, window:
         continued(lm, kept)
 
 
-def test_a_cache_of_another_model_is_refused() -> None:
-    config = deepcopy(windowed("llama").config)
-    config.num_hidden_layers = 3
-    with pytest.raises(UnsupportedArgumentError, match=r"has 3 layers, .* has 2\. Leave"):
-        continued(windowed("llama"), DynamicCache(config=config))
-
-
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", RECURRENT[:1])
 def test_an_empty_cache_without_a_configuration_is_refused_for_other_layers_than_those_of_attention(name: str) -> None:
     lm = tiny(name, len(TOKENS)).float()
     xt = XTokAssisted((lm, TOKENS), PromptLookup())
@@ -370,6 +360,20 @@ def test_what_a_cache_keeps_beside_its_layers_is_found_out() -> None:
         check_continues(other, "target")
 
 
+def test_a_model_whose_layers_are_replaced_is_tried_again() -> None:
+    lm = deepcopy(model("Llama", VOCABULARY, 0, torch.float32))
+    check_continues(lm, "target")
+
+    class LooksAhead(torch.nn.Embedding):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            states = super().forward(ids)
+            return states + states.mean(dim=1, keepdim=True)
+
+    lm.model.embed_tokens = LooksAhead(*lm.model.embed_tokens.weight.shape)
+    with pytest.raises(UnsupportedModelError, match="isn't causal"):
+        check_continues(lm, "target")
+
+
 @pytest.mark.parametrize("value", [-torch.inf, torch.finfo(torch.float32).min])
 def test_ids_that_a_model_masks_widen_no_tolerance(value: float) -> None:
     """Nor what passes for rounding: here a model that isn't causal, with masked ids."""
@@ -390,17 +394,3 @@ def test_ids_that_a_model_masks_widen_no_tolerance(value: float) -> None:
     other.model.embed_tokens.register_forward_hook(looks_ahead)
     with pytest.raises(UnsupportedModelError, match="isn't causal"):
         check_continues(other, "target")
-
-
-def test_a_model_whose_layers_are_replaced_is_tried_again() -> None:
-    lm = deepcopy(model("Llama", VOCABULARY, 0, torch.float32))
-    check_continues(lm, "target")
-
-    class LooksAhead(torch.nn.Embedding):
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            states = super().forward(ids)
-            return states + states.mean(dim=1, keepdim=True)
-
-    lm.model.embed_tokens = LooksAhead(*lm.model.embed_tokens.weight.shape)
-    with pytest.raises(UnsupportedModelError, match="isn't causal"):
-        check_continues(lm, "target")

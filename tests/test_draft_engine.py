@@ -12,17 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from batches import LENGTH, MADE, SIBLING, TEXTS, UNRELATED, greedily, target
 from front_door import forwards
 from hypothesis import example, given
 from hypothesis import strategies as st
-from inside import caches_of, guesses_now, is_empty, policy_of, rows_of
+from inside import caches_of, is_empty, policy_of, rows_of
 from scripted import ScriptedDrafter
-from test_batches import GREEDY, LENGTH, MADE, SIBLING, TEXTS, UNRELATED, greedily, target
-from worlds import CHAIN, TREE, budgets, deep, examples, make_target_expensive, scaled, tokenizer
+from worlds import CHAIN, TREE, budgets, make_target_expensive, scaled, tokenizer, whole_generations
 
-from xtok import Budget, Context, DraftedText, DraftEngine, HeadsDrafter, PromptLookup, Tree, XTokAssisted
-from xtok.drafts.policy.draft import Outcome
-from xtok.drafts.policy.policy import Batch, Policy
+from xtok import Budget, Context, DraftedText, DraftEngine, HeadsDrafter, PromptLookup, Tree
 from xtok.drafts.session import Session
 from xtok.errors import DraftFailedWarning, InvalidInputError, UnsupportedTokenizerError
 from xtok.models import timing
@@ -65,7 +63,7 @@ def chained(tree: Tree) -> bool:
 FATES = ("ends", "is dropped", "is put off")
 
 
-@examples(50)
+@whole_generations
 @given(
     given_texts=st.lists(
         st.tuples(st.sampled_from(TEXTS), st.integers(0, 6), st.sampled_from(FATES), st.integers(1, 4)), min_size=1, max_size=7
@@ -110,47 +108,6 @@ def test_texts_that_come_and_go_are_the_targets_own(
             engine.observe(text, picks(text.ids))
     assert not engine.texts
     assert all(map(is_empty, caches_of(engine)))
-
-
-@pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("text", [TEXTS[0], *deep(*TEXTS[1:3])])
-def test_guesses_are_the_likeliest_paths_of_what_xtoks_own_loop_guesses(
-    draft: str, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Policy, "cheapest_first", lambda self: list(range(len(self.drafts))))  # by measured times
-    xt = XTokAssisted((LM, TOKENS), MADE[draft](), budget=TREE)
-    names = [name for name in xt.names if name != "token recycling"]  # which needs the target's logits
-    expected = xt.with_drafts(names).generate(text, **GREEDY)
-    engine = made(draft, budget=TREE)
-    ids = iter(expected.token_ids)
-    first, *rounds = expected.rounds
-    drafted = engine.add([*prompt(text), *[next(ids) for _ in range(first.committed)]])
-    for one in rounds:
-        room = LENGTH - (len(drafted.ids) - len(prompt(text))) - 1  # the loop guesses nothing that can't be committed any more
-        (guess,) = engine.propose([drafted], room)
-        assert guess.tokens == one.tree.subset(one.tree.likeliest_path(room)).tokens
-        engine.observe(drafted, [next(ids) for _ in range(one.committed)])
-
-
-def test_what_is_learnt_from_is_the_path_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = list[int]()
-    observe = Policy.observe
-
-    def spy(self: Policy, batch: Batch, outcomes: Sequence[Outcome], seconds: float, **named: Any) -> None:
-        seen.extend(int(one.rows) - 1 for one in outcomes)
-        observe(self, batch, outcomes, seconds, **named)
-
-    monkeypatch.setattr(Policy, "observe", spy)
-    engine = made("several", budget=TREE)
-    text = engine.add(prompt(TEXTS[0]))
-    guesses = list[Tree]()
-    for _ in range(4):
-        (guess,) = engine.propose([text], 8)
-        guesses.append(guess)
-        engine.observe(text, picks(text.ids, guess.tokens))
-    engine.propose([text], 8)
-    assert seen == [len(guess) for guess in guesses]
-    assert any(guesses)
 
 
 def test_texts_share_the_drafts_forwards() -> None:
@@ -217,15 +174,17 @@ def test_a_draft_that_raises_costs_speed_only() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::xtok.errors.DraftFailedWarning")
-def test_a_model_that_fails_costs_speed_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_fails_costs_speed_only() -> None:
     engine = made(budget=TREE)
     texts = [engine.add(prompt(text)) for text in TEXTS[:3]]
     engine.propose(texts, 4)
-    with monkeypatch.context() as patched:
-        patched.setattr(type(UNRELATED), "forward", lambda *args, **kwargs: 1 / 0)
+    handle = UNRELATED.register_forward_pre_hook(lambda *_: 1 / 0)
+    try:
         for text in texts:
             engine.observe(text, picks(text.ids))
         assert all(map(chained, engine.propose(texts, 4)))
+    finally:
+        handle.remove()
     later = engine.add(prompt(TEXTS[3]))
     assert engine.propose([later], 4)[0]
 
@@ -241,17 +200,7 @@ def test_nothing_is_guessed_behind_an_end_and_none_is_guessed_beyond_the_targets
     assert not small.propose([small.add([2, 5])], 4)[0]
 
 
-def test_no_texts_and_no_length_are_no_guesses() -> None:
-    engine = made(budget=TREE)
-    assert engine.propose([], 4) == []
-    text = engine.add(prompt(TEXTS[0]))
-    with forwards(UNRELATED) as seen:
-        assert engine.propose([text], 0) == [Tree()]
-    assert not seen
-    assert engine.propose([text], 1)[0].depth == 1
-
-
-# what a step takes
+# what steps take
 
 
 class Clock:
@@ -265,107 +214,6 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
-
-
-def steps(
-    engine: DraftEngine, texts: Sequence[DraftedText], clock: Clock, cost: Callable[[int], float], number: int
-) -> list[int]:
-    """How many ids are guessed in each of some steps, whose forwards take what their rows cost."""
-    found = []
-    for _ in range(number):
-        guesses = engine.propose(texts, 8)
-        found.append(sum(map(len, guesses)))
-        clock.now += cost(len(texts) + found[-1])
-        for text, guess in zip(texts, guesses, strict=True):
-            engine.observe(text, picks(text.ids, guess.tokens))
-            clock.now += 1000  # what comes after the first is no part of it
-    return found
-
-
-def cells(engine: DraftEngine) -> dict[tuple[int, int], float]:
-    """The seconds of steps, by how many texts shared them and how many rows each had."""
-    sizes = policy_of(engine).shared.sizes
-    return {(size, rows): cell[2] for size, one in sizes.items() for rows, cell in one.rounds.cells.items()}
-
-
-def test_a_step_takes_from_a_proposal_to_what_comes_of_it(clock: Clock) -> None:
-    engine = made("lookup")
-    texts = [engine.add(prompt(text)) for text in TEXTS[:3]]
-    steps(engine, texts, clock, lambda rows: 2.0, 1)
-    engine.propose(texts, 8)
-    assert cells(engine) == {(3, 0): 2.0}
-
-
-def test_rows_that_cost_much_are_not_guessed_for_and_rows_that_cost_little_are(clock: Clock) -> None:
-    expensive, cheap = made("lookup"), made("lookup")
-    found = {}
-    for engine, cost in ((expensive, lambda rows: 0.1 + 1.0 * rows), (cheap, lambda rows: 10 + 0.001 * rows)):
-        texts = [engine.add(prompt(text)) for text in TEXTS]
-        found[engine] = steps(engine, texts, clock, cost, 24)
-    assert found[expensive][0] == found[cheap][0] == 0
-    assert sum(found[cheap][-8:]) > 3 * sum(found[expensive][-8:])
-
-
-def test_steps_that_had_more_in_them_are_not_measured(clock: Clock) -> None:
-    engine = made("lookup")
-    first = engine.add(prompt(TEXTS[0]))
-    steps(engine, [first], clock, lambda rows: 1.0, 3)
-    engine.propose([first], 8)
-    before = cells(engine)
-    clock.now += 50.0
-    second = engine.add(prompt(TEXTS[1]))  # its prompt was read
-    engine.observe(first, [5])
-    engine.propose([first], 8)
-    clock.now += 50.0
-    engine.observe(second, [])  # more of it was read
-    engine.observe(first, [5])
-    engine.propose([first, second], 8)
-    clock.now += 50.0
-    engine.observe(first, [5, 6, 7])  # of steps without a proposal
-    engine.observe(first, [5])
-    engine.observe(second, [5])
-    engine.propose([first], 8)
-    clock.now += 50.0
-    engine.observe(second, [5])  # which wasn't proposed for
-    engine.observe(first, [5])
-    engine.propose([first, second], 8)
-    assert cells(engine) == before
-    clock.now += 1.0
-    engine.observe(second, [5])
-    engine.drop(first)  # which has ended: the forward had the other alone
-    engine.propose([second], 8)
-    assert cells(engine) != before
-    assert all(seconds == pytest.approx(1.0, rel=0.05) for seconds in cells(engine).values())
-
-
-def test_guessing_goes_on_where_the_company_changes_right_behind_a_first_guess(clock: Clock) -> None:
-    """Found by review: what a draft read for an earlier guess kept steps without one from being measured, for ever."""
-    engine = made("as it comes")
-    first = engine.add(prompt(TEXTS[0]))
-    while not engine.propose([first], 8)[0] and not first.session.proposals:
-        clock.now += 9.0
-        engine.observe(first, picks(first.ids))
-    clock.now += 9.0
-    engine.observe(first, picks(first.ids))
-    second = engine.add(prompt(TEXTS[1]))
-    steps(engine, [first, second], clock, lambda rows: 9 + 0.001 * rows, 6)
-    assert guesses_now(engine) or policy_of(engine).shared.sizes[2].rounds.cells
-
-
-def test_guessing_goes_on_where_no_step_is_free_of_other_work(clock: Clock) -> None:
-    """Found by review: on a busy server a part of some prompt is read in nearly every step."""
-    engine = made("as it comes")
-    first = engine.add(prompt(TEXTS[0]))
-    steps(engine, [first], clock, lambda rows: 9 + 0.001 * rows, 2)
-    second, asked = engine.add(prompt(TEXTS[1])), 0
-    for _ in range(40):
-        guesses = engine.propose([first, second], 8)
-        asked += guesses_now(engine)
-        clock.now += 9.0
-        for text, guess in zip([first, second], guesses, strict=True):
-            engine.observe(text, picks(text.ids, guess.tokens))
-        engine.drop(engine.add(prompt(TEXTS[2])))
-    assert asked > 30
 
 
 class Sure:
@@ -429,26 +277,24 @@ def expensive_guesses(texts: int, guesses: int) -> float:
     return 0.03 if guesses else 0.01
 
 
-@pytest.mark.parametrize("texts", [1, *deep(8)])
-def test_guesses_that_begin_to_come_true_are_found_out(texts: int, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guesses_that_begin_to_come_true_are_found_out(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by a hostile trial: what wasn't worth its row was never checked again, and so nothing was learnt of it."""
-    assert served(clock, monkeypatch, cheap_rows, lambda step: 0.7 * (step >= 300), texts=texts) < 0.8
+    assert served(clock, monkeypatch, cheap_rows, lambda step: 0.7 * (step >= 300), texts=1) < 0.8
 
 
-@pytest.mark.parametrize(("texts", "joins"), [*deep((40, 0.0), (40, 0.9)), (40, 0.93), (40, 0.97), (16, 1.0)])
+@pytest.mark.parametrize(("texts", "joins"), [(16, 0.93), (8, 1.0)])
 def test_guessing_begins_in_a_large_batch_and_where_texts_come_in_each_step(
     texts: int, joins: float, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Found by a hostile trial. Found later: if nearly every step read a prompt, steps with guesses were never measured."""
-    assert served(clock, monkeypatch, cheap_rows, lambda step: 0.8, texts=texts, joins=joins, number=600) < 0.7
+    assert served(clock, monkeypatch, cheap_rows, lambda step: 0.8, texts=texts, joins=joins, number=400) < 0.7
 
 
-@pytest.mark.parametrize("joins", [*deep(0.0, 0.5, 0.8), 0.95])
 def test_guessing_that_does_not_pay_costs_little_however_busy_the_engine_is(
-    joins: float, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Found by a hostile trial: steps in which a draft read a prompt were no measure, and others there were none."""
-    found = served(clock, monkeypatch, expensive_guesses, lambda step: 0.7, texts=8, joins=joins, cost=3e-4, number=3000)
+    found = served(clock, monkeypatch, expensive_guesses, lambda step: 0.7, texts=8, joins=0.95, cost=3e-4, number=2000)
     assert found < 1.05
 
 
@@ -459,37 +305,21 @@ def test_guessing_that_does_not_pay_costs_little_however_busy_the_engine_is(
     "settings",
     [
         {"tokenizer": 3},
-        {"tokenizer": LM},
         {"draft": None},
         {"draft": []},
         {"draft": 3},
-        {"draft": "no/such/model"},
         {"draft": HeadsDrafter.__new__(HeadsDrafter)},
         {"size": 0},
-        {"size": 2.5},
-        {"size": True},
         {"budget": 3},
     ],
-    ids=[
-        "a number for a tokenizer",
-        "a model for it",
-        "no draft",
-        "no drafts",
-        "a number",
-        "no model",
-        "heads",
-        "0",
-        "2.5",
-        "True",
-        "3",
-    ],
+    ids=str,
 )
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises((InvalidInputError, UnsupportedTokenizerError)):
         DraftEngine(**{"tokenizer": TOKENS, "draft": PromptLookup(), **settings})
 
 
-@pytest.mark.parametrize("ids", [[], None, 3, ["a"], [1.5], [-1], [SIZE], [5, 1 << 70], "5"], ids=str)
+@pytest.mark.parametrize("ids", [[], None, [1.5], [-1], [SIZE], [5, 1 << 70]], ids=str)
 def test_what_are_no_ids_is_refused_and_changes_nothing(ids: Any) -> None:
     engine = made(budget=TREE)
     text = engine.add(torch.tensor(prompt(TEXTS[0])))
@@ -502,23 +332,7 @@ def test_what_are_no_ids_is_refused_and_changes_nothing(ids: Any) -> None:
     assert engine.texts == [text]
 
 
-def test_texts_and_lengths_that_make_no_sense_are_refused() -> None:
-    engine = made(budget=TREE)
-    text, gone = engine.add(prompt(TEXTS[0])), engine.add(prompt(TEXTS[1]))
-    engine.drop(gone)
-    for refused in ([gone], [text, text], [3], [[]], [made().add([5])]):
-        with pytest.raises(InvalidInputError):
-            engine.propose(refused, 4)  # type: ignore[arg-type]
-    for longest in (-1, 1.5, True, None):
-        with pytest.raises(InvalidInputError):
-            engine.propose([text], longest)  # type: ignore[arg-type]
-    with pytest.raises(InvalidInputError):
-        engine.drop(gone)
-    with pytest.raises(InvalidInputError):
-        engine.observe(gone, [5])
-
-
-def test_a_draft_of_the_targets_ids_and_one_of_the_callers_own_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_of_the_targets_ids_and_one_of_the_callers_own_serve() -> None:
     def script(context: Context) -> list[int]:
         return picks(context.ids)
 

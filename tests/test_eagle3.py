@@ -106,8 +106,7 @@ def by_hand(weights: dict[str, Tensor], hidden: Tensor, ids: list[int], normed: 
     return norm(states, "norm.weight") @ weights["lm_head.weight"].T, states
 
 
-@pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("embeds", [False, True])
+@pytest.mark.parametrize(("normed", "embeds"), [(False, True), (True, False)])
 def test_what_is_computed_is_what_the_format_says(tmp_path: Path, normed: bool, embeds: bool) -> None:
     """Also for a guess, which is read with the heads' own state."""
     target_own = TARGET.get_input_embeddings().weight.detach().float()
@@ -132,8 +131,7 @@ def test_what_is_computed_is_what_the_format_says(tmp_path: Path, normed: bool, 
     assert heads.ids.tolist() == load_file(file / "model.safetensors")["t2d"].nonzero()[:, 0].tolist()
 
 
-@pytest.mark.parametrize("budget", [CHAIN, TREE])
-@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize(("budget", "sampled"), [(CHAIN, True), (TREE, False)])
 def test_what_is_generated_does_not_depend_on_them(tmp_path: Path, budget: Any, sampled: bool) -> None:
     asked: dict[str, Any] = {"max_new_tokens": 16, "do_sample": sampled} | ({"seed": 3} if sampled else {})
     xt = XTokAssisted((TARGET, TOKENS), [HeadsDrafter(folder(tmp_path / "h"))], budget=budget)

@@ -2,31 +2,44 @@
 
 import asyncio
 import gc
-import subprocess
-import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from contextlib import contextmanager
 from copy import deepcopy
 from itertools import pairwise
+from time import sleep
 from typing import Any
 
 import pytest
 import torch
 import worlds
-from architectures import tiny
-from front_door import CHAT, CountsItsCalls, StopsOn, forwards
+from batches import GREEDY, LENGTH, SAMPLED, SIBLING, TEXTS, UNRELATED, WAYS, greedily, long
+from engines import (
+    BYTES,
+    ENDLESS,
+    LM,
+    PATIENCE,
+    PLAIN,
+    RECURRENT_TARGET,
+    TOKENS,
+    WITH_DRAFTS,
+    Cancels,
+    Holds,
+    Raises,
+    by,
+    cache_bytes,
+    held,
+    ids,
+)
+from front_door import CountsItsCalls, StopsOn, forwards
 from hypothesis import example, given
 from hypothesis import strategies as st
-from inside import caches_of, is_empty, positions_of
+from inside import caches_of, positions_of
 from scripted import ScriptedDrafter
-from test_batches import GREEDY, LENGTH, MADE, SAMPLED, SIBLING, TEXTS, TREE, UNRELATED, WAYS, drawn, greedily, long, target
-from test_caches import RECURRENT
-from transformers import LogitsProcessorList, StoppingCriteriaList
-from worlds import CHAIN, budgets, deep, examples, make_target_expensive, quick, tokenizer
+from transformers import StoppingCriteriaList
+from worlds import TREE, whole_generations
 
 from xtok import Budget, Context, Engine, PromptLookup, Ticket, Tree, XTokAssisted
 from xtok.errors import (
@@ -38,165 +51,6 @@ from xtok.errors import (
     UnsupportedModelError,
 )
 from xtok.models.probe import traits
-
-TOKENS, BYTES = tokenizer("SentencePiece BPE"), tokenizer("byte-level BPE")
-LM = target("Llama")
-PLAIN = XTokAssisted((LM, TOKENS))
-WITH_DRAFTS = XTokAssisted((LM, TOKENS), MADE["several"](), budget=TREE)
-ENDLESS = {**GREEDY, "eos_token_id": None}
-PATIENCE = 60.0
-"""Seconds until a test that hangs fails."""
-
-
-class Holds:
-    """A processor that stops the engine's thread, after so many calls, until it is let go."""
-
-    def __init__(self, after: int = 0) -> None:
-        self.left = after
-        self.reached, self.go = threading.Event(), threading.Event()
-
-    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.left -= 1
-        if self.left == -1:
-            self.reached.set()
-            assert self.go.wait(PATIENCE)
-        return scores
-
-    def wait(self) -> None:
-        assert self.reached.wait(PATIENCE)
-
-
-class Cancels:
-    """A processor that cancels its own sequence after so many calls."""
-
-    def __init__(self, after: int) -> None:
-        self.left = after
-        self.known = threading.Event()
-        self.ticket: Ticket
-
-    def of(self, ticket: Ticket) -> Ticket:
-        self.ticket = ticket
-        self.known.set()
-        return ticket
-
-    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.left -= 1
-        if self.left == -1:
-            assert self.known.wait(PATIENCE)
-            assert self.ticket.cancel()
-        return scores
-
-
-class Raises:
-    """A processor that raises after so many calls."""
-
-    def __init__(self, after: int, error: BaseException) -> None:
-        self.left, self.error = after, error
-
-    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.left -= 1
-        if self.left < 0:
-            raise self.error
-        return scores
-
-
-def by(*processors: Any) -> dict[str, Any]:
-    return {"logits_processor": LogitsProcessorList(processors)}
-
-
-@contextmanager
-def held(engine: Engine, after: int = 0, **more: Any) -> Iterator[Ticket]:
-    """The engine's thread stands still within a text while the block runs."""
-    holds = Holds(after)
-    ticket = engine.submit(TEXTS[0], **{**GREEDY, **more}, **by(holds))
-    try:
-        holds.wait()
-        yield ticket
-    finally:
-        holds.go.set()
-
-
-def until_closing(engine: Engine) -> None:
-    with engine._changed:
-        assert engine._changed.wait_for(lambda: engine._closing, PATIENCE)
-
-
-def ids(ticket: Ticket) -> list[int]:
-    return ticket.result(PATIENCE).token_ids
-
-
-def alone(prompt: str, way: str) -> list[int]:
-    return greedily("Llama", prompt) if way == "greedy" else drawn("Llama", prompt, 0)
-
-
-@examples(40, share=20)
-@given(
-    prompts=st.lists(st.tuples(st.sampled_from(TEXTS), st.sampled_from(sorted(WAYS))), min_size=1, max_size=10),
-    threads=st.integers(1, 4),
-    batch_size=st.integers(1, 6),
-    draft=st.sampled_from(sorted(MADE)),
-    budget=budgets(),
-    expensive=st.booleans(),
-)
-@example(
-    [(TEXTS[0], "greedy"), (TEXTS[0], "sampled"), (TEXTS[1], "sampled"), (TEXTS[2], "greedy")], 4, 3, "several", TREE, True
-)
-def test_sequences_from_several_threads_are_what_each_is_alone(
-    prompts: list[tuple[str, str]], threads: int, batch_size: int, draft: str, budget: Budget, expensive: bool
-) -> None:
-    """Law 8: other sequences change nothing: the same alone and beside any others, greedy or sampled."""
-    xt = XTokAssisted((LM, TOKENS), MADE[draft](), budget=budget)
-    if expensive:
-        make_target_expensive(xt)
-    with Engine(xt, batch_size=batch_size) as engine, ThreadPoolExecutor(threads) as pool:
-        found = list(pool.map(lambda one: engine.submit(one[0], **WAYS[one[1]]).result(PATIENCE), prompts))
-    assert [one.token_ids for one in found] == [alone(*one) for one in prompts]
-    assert all(one.stats.shared_forwards and one.stats.draft_error is None for one in found)
-
-
-FATES = ("ends", "is cancelled", "is cancelled at once", "fails")
-
-
-@examples(60)
-@given(
-    given_texts=st.lists(
-        st.tuples(st.sampled_from(TEXTS), st.sampled_from(sorted(WAYS)), st.sampled_from(FATES), st.integers(0, 8)),
-        min_size=1,
-        max_size=8,
-    ),
-    batch_size=st.integers(1, 5),
-    draft=st.sampled_from(sorted(MADE)),
-    budget=st.sampled_from([Budget(), TREE, Budget(3, width=1, schedule="constant")]),
-)
-@example([(TEXTS[row], "greedy", FATES[row % 4], row) for row in range(8)], 3, "several", TREE)
-def test_a_sequence_is_the_same_beside_others_that_join_end_fail_and_are_cancelled(
-    given_texts: list[tuple[str, str, str, int]], batch_size: int, draft: str, budget: Budget
-) -> None:
-    """Law 8: a sequence's ids are the same alone, in any batch, in any order of joining and leaving,
-    beside sequences that fail or are cancelled.
-    """
-    xt = XTokAssisted((LM, TOKENS), MADE[draft](), budget=budget)
-    tickets = []
-    with Engine(xt, batch_size=batch_size) as engine:
-        for prompt, way, fate, after in given_texts:
-            cancels = Cancels(after)
-            own = {"is cancelled": cancels, "fails": Raises(after, ArithmeticError(after))}.get(fate)
-            tickets.append(cancels.of(engine.submit(prompt, **WAYS[way], **(by(own) if own else {}))))
-            if fate == "is cancelled at once":
-                tickets[-1].cancel()
-    for (prompt, way, fate, after), ticket in zip(given_texts, tickets, strict=True):
-        assert ticket.done
-        expected = alone(prompt, way)
-        try:
-            assert ids(ticket) == expected
-        except CancelledError:
-            assert fate.startswith("is cancelled")
-        except ArithmeticError as error:
-            assert fate == "fails"
-            assert error.args == (after,)
-        else:
-            assert fate in ("ends", "is cancelled at once") or len(expected) <= after + 1 or fate == "is cancelled"
-    assert all(map(is_empty, caches_of(engine)))
 
 
 def test_sequences_whose_processors_and_criteria_keep_a_state_are_what_each_is_alone() -> None:
@@ -212,7 +66,6 @@ def test_sequences_whose_processors_and_criteria_keep_a_state_are_what_each_is_a
     ]
 
 
-RECURRENT_TARGET = tiny(RECURRENT[0], len(TOKENS)).float()
 KINDS: dict[str, Callable[[], XTokAssisted]] = {
     "no draft": lambda: PLAIN,
     "rejection": lambda: XTokAssisted((LM, TOKENS), (UNRELATED, BYTES), acceptance="rejection", budget=Budget(3)),
@@ -222,9 +75,8 @@ KINDS: dict[str, Callable[[], XTokAssisted]] = {
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
-@pytest.mark.parametrize("way", ["sampled", *deep(*sorted(set(WAYS) - {"sampled"}))])
-def test_an_engine_writes_what_its_instance_writes(kind: str, way: str) -> None:
-    xt = KINDS[kind]()
+def test_an_engine_writes_what_its_instance_writes(kind: str) -> None:
+    xt, way = KINDS[kind](), "sampled"
     expected = [xt.generate(prompt, **WAYS[way]) for prompt in TEXTS[:4]]
     with Engine(xt, batch_size=3) as engine:
         found = [ticket.result(PATIENCE) for ticket in [engine.submit(prompt, **WAYS[way]) for prompt in TEXTS[:4]]]
@@ -236,23 +88,6 @@ def test_an_engine_writes_what_its_instance_writes(kind: str, way: str) -> None:
             other.seed,
         )
         assert one.stats.shared_forwards == other.stats.shared_forwards == (kind != "no shared forwards")
-
-
-def test_a_chat_and_a_recorded_text_are_what_generate_gives() -> None:
-    tokens = tokenizer("byte-level BPE")
-    template, tokens.chat_template = tokens.chat_template, "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
-    try:
-        xt = XTokAssisted((UNRELATED, tokens))
-        recorded = {**GREEDY, "return_dict_in_generate": True, "output_scores": True}
-        with Engine(xt) as engine:
-            tickets = [engine.submit(CHAT, **GREEDY), engine.submit(TEXTS[0], **recorded)]
-        assert ids(tickets[0]) == xt.generate(CHAT, **GREEDY).token_ids
-        expected, found = xt.generate(TEXTS[0], **recorded), tickets[1].result()
-        assert expected.scores is not None
-        assert found.scores is not None
-        torch.testing.assert_close(found.scores, expected.scores, rtol=1e-4, atol=1e-4)
-    finally:
-        tokens.chat_template = template
 
 
 # what fails, and what is cancelled
@@ -268,28 +103,10 @@ def read(ticket: Ticket) -> tuple[str, BaseException | None]:
     return "".join(pieces), None
 
 
-class Shortens:
-    """A processor that leaves out the last ids."""
-
-    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores[:, :-3]
-
-
-def test_a_sequence_whose_scores_have_another_size_ends_alone() -> None:
-    sampled = {**GREEDY, "do_sample": True, "top_k": 0, "seed": 3}
-    with Engine(PLAIN, batch_size=4) as engine:
-        with held(engine):
-            tickets = [engine.submit(TEXTS[1], **sampled, **more) for more in ({}, by(Shortens()), {})]
-        with pytest.raises(RuntimeError, match="size"):
-            tickets[1].result(PATIENCE)
-    assert ids(tickets[0]) == ids(tickets[2]) == PLAIN.generate(TEXTS[1], **sampled).token_ids
-
-
-@pytest.mark.parametrize("after", [0, *deep(1), 6])
-@pytest.mark.parametrize("xt", [*deep(PLAIN), WITH_DRAFTS], ids=["no draft", "drafts"])
-def test_a_sequence_whose_processor_raises_ends_alone(xt: XTokAssisted, after: int) -> None:
+@pytest.mark.parametrize("after", [0, 6])
+def test_a_sequence_whose_processor_raises_ends_alone(after: int) -> None:
     error = OSError("simulated")
-    with Engine(xt, batch_size=4) as engine:
+    with Engine(WITH_DRAFTS, batch_size=4) as engine:
         with held(engine) as first:
             failing = engine.submit(TEXTS[1], **ENDLESS, **by(Raises(after, error)))
             others = [engine.submit(prompt, **GREEDY) for prompt in TEXTS[2:6]]
@@ -302,28 +119,6 @@ def test_a_sequence_whose_processor_raises_ends_alone(xt: XTokAssisted, after: i
     assert not failing.cancel()
     assert PLAIN.generate(TEXTS[1], **ENDLESS).text.startswith(text)
     assert [ids(one) for one in (first, *others, later)] == [greedily("Llama", TEXTS[row]) for row in (0, 2, 3, 4, 5, 1)]
-
-
-def ending(ticket: Ticket) -> BaseException | None:
-    """What waiting for a ticket raises."""
-    try:
-        ticket.result(PATIENCE)
-    except BaseException as error:
-        return error
-    return None
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_exit_in_a_sequence_leaves_nobody_waiting(error: type[BaseException]) -> None:
-    engine = Engine(PLAIN, batch_size=2)
-    with held(engine) as first:
-        exiting = engine.submit(TEXTS[1], **GREEDY, **by(Raises(2, error("simulated"))))
-        others = [engine.submit(prompt, **GREEDY) for prompt in TEXTS[2:4]]
-    endings = [ending(ticket) for ticket in (first, exiting, *others)]
-    assert type(endings[1]) is error
-    assert not any(isinstance(one, TimeoutError) for one in endings)
-    engine.close(cancel=True)
 
 
 def test_a_sequence_that_is_cancelled_before_it_begins_is_never_forwarded() -> None:
@@ -356,50 +151,6 @@ def test_a_sequence_that_is_cancelled_halfway_keeps_its_pieces_and_makes_room(xt
     assert PLAIN.generate(TEXTS[0], **{**ENDLESS, "max_new_tokens": 200}).text.startswith(text)
 
 
-class StartsWith:
-    """A draft that does something for the text of a number."""
-
-    def __init__(self, number: int, does: Callable[[], Any]) -> None:
-        self.number, self.does = number, does
-
-    def start(self, request: Any) -> ScriptedDrafter:
-        self.number -= 1
-        if self.number == -1:
-            self.does()
-        return ScriptedDrafter(lambda context: [])
-
-
-def exits() -> None:
-    raise SystemExit(3)
-
-
-def test_an_exit_when_a_sequence_begins_ends_that_sequence_alone() -> None:
-    """Found by a hostile trial: the thread ended, and nobody noticed."""
-    with Engine(XTokAssisted((LM, TOKENS), StartsWith(1, exits)), batch_size=3) as engine:
-        tickets = [engine.submit(prompt, **GREEDY) for prompt in TEXTS[:3]]
-        with pytest.raises(SystemExit):
-            tickets[1].result(PATIENCE)
-        assert [ids(one) for one in tickets[::2]] == [greedily("Llama", prompt) for prompt in TEXTS[:3:2]]
-
-
-def test_a_fault_of_the_engine_is_reported_to_all_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(PLAIN, batch_size=1)
-    with held(engine) as first:
-        waiting = engine.submit(TEXTS[1], **GREEDY)
-        monkeypatch.setattr(engine, "_deliver", lambda blocks: [][1])
-    for ticket in (first, waiting):
-        with pytest.raises(IndexError):
-            ticket.result(PATIENCE)
-    with pytest.raises(EngineClosedError):
-        engine.submit(TEXTS[1], **GREEDY)
-    engine.close()
-
-
-def test_a_time_out_of_a_sequence_itself_is_what_its_ticket_raises() -> None:
-    with Engine(PLAIN) as engine, pytest.raises(TimeoutError, match="a grammar"):
-        engine.submit(TEXTS[0], **GREEDY, **by(Raises(1, TimeoutError("a grammar")))).result(PATIENCE)
-
-
 def test_a_warning_that_is_an_error_ends_the_sequence_that_it_is_about_alone() -> None:
     def script(context: Context) -> list[int]:
         if context.data.startswith(TEXTS[1].encode()):
@@ -413,20 +164,6 @@ def test_a_warning_that_is_an_error_ends_the_sequence_that_it_is_about_alone() -
         with pytest.raises(DraftFailedWarning):
             tickets[1].result(PATIENCE)
         assert [ids(one) for one in tickets[::2]] == [greedily("Llama", prompt) for prompt in TEXTS[:3:2]]
-
-
-@pytest.mark.parametrize("ending", deep("", "sys.exit(3)"))
-def test_a_script_that_ends_while_sequences_are_written_ends_as_it_says(ending: str) -> None:
-    """Found by a hostile trial: it was aborted, for a thread can't be stopped in a forward."""
-    lines = [
-        "import sys",
-        "from xtok import Engine, XTokAssisted, pair",
-        "engine = Engine(XTokAssisted(pair.TARGET))",
-        "engine.submit('吾輩は', do_sample=False, max_new_tokens=400, eos_token_id=None)",
-        ending,
-    ]
-    run = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, timeout=120, check=False)
-    assert run.returncode == (3 if ending else 0), run.stderr.decode()
 
 
 @pytest.mark.parametrize("when", [0, 1, 5])
@@ -504,75 +241,6 @@ def test_pieces_joined_are_the_text_for_any_number_of_readers(xt: XTokAssisted, 
     assert in_threads == [(text, None) for text in twice]
     assert late == [(text, None) for text in results]
     assert results == [PLAIN.generate(prompt, **WAYS[way]).text for prompt in TEXTS[:4]]
-    assert not any(ticket._listeners for ticket in tickets)
-
-
-def test_a_piece_comes_before_the_sequence_has_ended() -> None:
-    whole = PLAIN.generate(TEXTS[0], **ENDLESS).text
-    with Engine(PLAIN) as engine:
-        with held(engine, LENGTH - 1, eos_token_id=None) as ticket:
-            pieces = iter(ticket)
-            first = next(pieces)
-            assert not ticket.done
-        rest = list(pieces)
-    assert first
-    assert rest
-    assert "".join([first, *rest]) == whole
-
-
-def test_a_task_that_stops_reading_leaves_the_sequence_to_others() -> None:
-    async def first_piece(ticket: Ticket) -> str:
-        pieces = ticket.__aiter__()
-        try:
-            return await anext(pieces)
-        finally:
-            await pieces.aclose()  # type: ignore[attr-defined]
-
-    async def given_up(ticket: Ticket) -> None:
-        task = asyncio.create_task(gathered(ticket))
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    with Engine(PLAIN) as engine:
-        with held(engine, LENGTH - 1, eos_token_id=None) as ticket:
-            first = asyncio.run(first_piece(ticket))
-            asyncio.run(given_up(ticket))
-            assert not ticket._listeners
-        assert ticket.result(PATIENCE).text.startswith(first)
-        assert asyncio.run(gathered(ticket)) == ticket.result().text
-
-
-def test_async_readers_get_failures_and_cancellations() -> None:
-    async def ending_of(ticket: Ticket) -> BaseException | None:
-        try:
-            await gathered(ticket)
-        except Exception as error:
-            return error
-        return None
-
-    async def all_of(*tickets: Ticket) -> list[BaseException | None]:
-        return await asyncio.gather(*map(ending_of, tickets))
-
-    with Engine(PLAIN, batch_size=4) as engine:
-        with held(engine) as first:
-            cancels = Cancels(3)
-            cancelled = cancels.of(engine.submit(TEXTS[1], **ENDLESS, **by(cancels)))
-            failing = engine.submit(TEXTS[2], **ENDLESS, **by(Raises(2, OSError("simulated"))))
-        kinds = [type(one) for one in asyncio.run(all_of(first, cancelled, failing))]
-    assert kinds == [type(None), CancelledError, OSError]
-
-
-def test_waiting_for_a_result_ends_in_time() -> None:
-    with Engine(PLAIN) as engine:
-        with held(engine) as ticket:
-            with pytest.raises(TimeoutError):
-                ticket.result(timeout=0.01)
-            with pytest.raises(TimeoutError):
-                ticket.result(timeout=0)
-            assert not ticket.done
-        assert ids(ticket) == greedily("Llama", TEXTS[0])
 
 
 # who waits
@@ -592,27 +260,17 @@ def test_more_sequences_than_may_wait_are_refused(queue: int) -> None:
             assert engine.stats.waiting == 0
 
 
-def test_a_queue_of_none_takes_as_many_sequences_as_are_written_at_a_time() -> None:
-    with Engine(PLAIN, batch_size=3, queue=0) as engine, held(engine):
-        tickets = [engine.submit(prompt, **GREEDY) for prompt in TEXTS[1:3]]
-        with pytest.raises(EngineFullError):
-            engine.submit(TEXTS[3], **GREEDY)
-    assert [ids(one) for one in tickets] == [greedily("Llama", prompt) for prompt in TEXTS[1:3]]
-
-
-@pytest.mark.parametrize("batch_size", [*deep(1), 2])
-def test_who_comes_first_is_served_first(batch_size: int) -> None:
+def test_who_comes_first_is_served_first() -> None:
     started: list[int] = []
 
     def notes(number: int) -> Any:
         return lambda _, scores: (started.append(number), scores)[1]
 
-    with Engine(WITH_DRAFTS, batch_size=batch_size) as engine:
+    with Engine(WITH_DRAFTS, batch_size=2) as engine:
         with held(engine):
             tickets = [engine.submit(prompt, **GREEDY, **by(notes(row))) for row, prompt in enumerate(TEXTS)]
         assert [ids(one) for one in tickets] == [greedily("Llama", prompt) for prompt in TEXTS]
     assert list(dict.fromkeys(started)) == list(range(len(TEXTS)))
-    assert started == sorted(started) or batch_size > 1
 
 
 def test_a_long_prompt_is_read_in_parts_between_which_others_are_written() -> None:
@@ -649,61 +307,28 @@ def test_a_closed_engine_has_written_all_and_takes_no_more() -> None:
     assert set(threading.enumerate()) == before
 
 
-class InTheGap(Engine):
-    """Another thread submits a text and closes the engine at the moment at which that first looks whether it is closed."""
-
-    other: threading.Thread | None = None
-    is_closing = False
-
-    def __init__(self, xt: XTokAssisted) -> None:
-        self.tickets, self.submitted = list[Ticket](), threading.Event()
-        super().__init__(xt)
-
-    def _get(self) -> bool:
-        if self.other is None:
-            self.other = threading.Thread(target=self._submit_and_close, daemon=True)
-            self.other.start()
-            self.other.join(1.0)  # it can't go on while the engine holds its lock
-        return self.is_closing
-
-    def _set(self, value: bool) -> None:
-        self.is_closing = value
-
-    _closing = property(_get, _set)  # type: ignore[assignment]
-
-    def _submit_and_close(self) -> None:
-        self.tickets.append(self.submit(TEXTS[0], **GREEDY))
-        self.submitted.set()
-        self.close()
-
-
-def test_a_sequence_that_is_submitted_just_before_an_idle_engine_is_closed_is_written() -> None:
-    engine = InTheGap(PLAIN)
-    assert engine.submitted.wait(PATIENCE)
-    assert ids(engine.tickets[0]) == greedily("Llama", TEXTS[0])
+def until_closing(engine: Engine) -> None:
+    """Until it takes no more requests."""
+    for _ in range(int(1000 * PATIENCE)):
+        try:
+            engine.submit(TEXTS[3], **GREEDY).cancel()
+        except EngineClosedError:
+            return
+        sleep(1e-3)
+    raise TimeoutError
 
 
 def test_closing_refuses_sequences_while_those_before_are_written() -> None:
     engine = Engine(PLAIN, batch_size=1)
-    with held(engine) as first, ThreadPoolExecutor(2) as pool:
-        waiting = engine.submit(TEXTS[1], **GREEDY)
-        closing = [pool.submit(engine.close) for _ in range(2)]
-        until_closing(engine)
-        with pytest.raises(EngineClosedError):
-            engine.submit(TEXTS[2], **GREEDY)
-        assert not closing[0].done()
-        engine._wake()
-        _release(first, engine)
+    with ThreadPoolExecutor(2) as pool:
+        with held(engine) as first:
+            waiting = engine.submit(TEXTS[1], **GREEDY)
+            closing = [pool.submit(engine.close) for _ in range(2)]
+            until_closing(engine)
+            assert not closing[0].done()
         for one in closing:
             one.result(PATIENCE)
     assert [ids(one) for one in (first, waiting)] == [greedily("Llama", prompt) for prompt in TEXTS[:2]]
-
-
-def _release(ticket: Ticket, engine: Engine) -> None:
-    """Let go of the text that holds the engine's thread."""
-    entry = next(entry for entry in engine._running if entry.ticket is ticket)
-    assert entry.sequence is not None
-    next(one for one in entry.sequence.picker.processors if isinstance(one, Holds)).go.set()
 
 
 class WaitsForTheEnd:
@@ -733,17 +358,6 @@ def test_closing_with_cancel_ends_what_runs_and_what_waits() -> None:
     assert engine.stats.running == engine.stats.waiting == 0
 
 
-def test_an_error_within_the_block_cancels_its_sequences() -> None:
-    before, tickets = set(threading.enumerate()), []
-    with pytest.raises(KeyError, match="the caller's"), Engine(PLAIN, batch_size=1) as engine:
-        waits = WaitsForTheEnd(engine)
-        tickets = [engine.submit(TEXTS[0], **ENDLESS, **by(waits)), engine.submit(TEXTS[1], **GREEDY)]
-        assert waits.reached.wait(PATIENCE)
-        raise KeyError("the caller's")
-    assert [type(read(ticket)[1]) for ticket in tickets] == [CancelledError] * 2
-    assert set(threading.enumerate()) == before
-
-
 # what is refused
 
 BAD: dict[str, tuple[Any, dict[str, Any], type[Exception]]] = {
@@ -751,13 +365,9 @@ BAD: dict[str, tuple[Any, dict[str, Any], type[Exception]]] = {
     "a streamer": (TEXTS[0], {"streamer": object()}, UnsupportedArgumentError),
     "several samples": (TEXTS[0], {**SAMPLED, "num_return_sequences": 2}, UnsupportedArgumentError),
     "a static cache": (TEXTS[0], {"cache_implementation": "static"}, UnsupportedArgumentError),
-    "a seed below 0": (TEXTS[0], {**SAMPLED, "seed": -1}, InvalidInputError),
-    "a number": (7, {}, InvalidInputError),
     "nothing": (None, {}, InvalidInputError),
     "a list of texts": ([TEXTS[0], TEXTS[1]], {}, InvalidInputError),
-    "an unknown argument": (TEXTS[0], {"max_new_tokenz": 3}, ValueError),
     "a batch size": (TEXTS[0], {"batch_size": 3}, ValueError),
-    "a stop string that is none": (TEXTS[0], {"stop_strings": 7}, InvalidInputError),
 }
 
 
@@ -772,12 +382,7 @@ def test_bad_arguments_are_refused_when_they_are_handed_in_and_before_any_forwar
     assert ids(other) == greedily("Llama", TEXTS[0])
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("batch_size", value) for value in (0, -3, 2.5, "4", None, True)]
-    + [("queue", value) for value in (-1, 1.5, "9", None)]
-    + [("memory", value) for value in (0, -5, 1, 2.5, "8 GB")],
-)
+@pytest.mark.parametrize(("name", "value"), [("batch_size", 0), ("batch_size", True), ("queue", -1), ("memory", 1)])
 def test_settings_that_make_no_sense_are_refused_and_no_thread_starts(name: str, value: Any) -> None:
     before = set(threading.enumerate())
     with pytest.raises(InvalidInputError, match=name):
@@ -788,14 +393,8 @@ def test_settings_that_make_no_sense_are_refused_and_no_thread_starts(name: str,
 # memory
 
 
-def cache_bytes(engine: Engine) -> int:
-    """What the caches of all sequences take."""
-    return sum(part.numel() * part.element_size() for slots in caches_of(engine) for part in slots.parts)
-
-
-@pytest.mark.parametrize("xt", [*deep(PLAIN), WITH_DRAFTS], ids=["no draft", "drafts"])
-def test_caches_stay_within_the_memory_that_they_may_have(xt: XTokAssisted) -> None:
-    memory = 12_000_000
+def test_caches_stay_within_the_memory_that_they_may_have() -> None:
+    xt, memory = WITH_DRAFTS, 12_000_000
     with Engine(xt, batch_size=3, memory=memory) as engine:
         most = positions_of(engine) - xt.setup.positions_beside()
         with pytest.raises(InvalidInputError, match=f"room for {most}"):
@@ -814,7 +413,7 @@ def test_caches_stay_within_the_memory_that_they_may_have(xt: XTokAssisted) -> N
     assert 0 < min(taken) <= max(taken) <= memory
 
 
-@examples(20)
+@whole_generations
 @given(sizes=st.lists(st.integers(1, 500), min_size=1, max_size=8), batch_size=st.integers(1, 5), room=st.integers(600, 3000))
 @example(sizes=[1, 1, 500, 1, 1], batch_size=5, room=600)
 def test_sequences_wait_for_memory_and_are_what_each_is_alone(sizes: list[int], batch_size: int, room: int) -> None:
@@ -831,18 +430,6 @@ def test_sequences_wait_for_memory_and_are_what_each_is_alone(sizes: list[int], 
     assert sorted(set(started)) == list(dict.fromkeys(started))
 
 
-def test_a_sequence_waits_until_there_is_room_and_those_after_it_too() -> None:
-    memory = 1000 * (traits(LM).position_bytes or 0)
-    with Engine(PLAIN, batch_size=4, memory=memory) as engine:
-        with held(engine, 3) as first:
-            tickets = [engine.submit(prompt, **GREEDY) for prompt in (TEXTS[1], long(700), TEXTS[2])]
-            assert engine.stats.waiting == 3
-        with held(engine):
-            pass
-        assert [ids(one) for one in tickets] == [greedily("Llama", prompt) for prompt in (TEXTS[1], long(700), TEXTS[2])]
-        assert first.result(PATIENCE).token_ids
-
-
 WILD = Tree(tuple(5 + i % 50 for i in range(900)), (-1,) * 900)
 
 
@@ -850,17 +437,16 @@ WILD = Tree(tuple(5 + i % 50 for i in range(900)), (-1,) * 900)
     ("drafts", "batch_size"),
     [
         ([(SIBLING, TOKENS)] * 2, 5),
-        pytest.param([(SIBLING, TOKENS)] * 3, 11, marks=pytest.mark.deep),
         ([ScriptedDrafter(lambda context: WILD)], 4),
         ([], 4),
     ],
-    ids=["one model in two drafts", "one model in three drafts", "guesses beyond the budget", "predictions alone"],
+    ids=["one model in two drafts", "guesses beyond the budget", "predictions alone"],
 )
 def test_memory_is_kept_whatever_guesses(drafts: list[Any], batch_size: int) -> None:
     """Found by a hostile trial."""
     memory = 2**22
     with Engine(XTokAssisted((LM, TOKENS), drafts, budget=TREE), batch_size=batch_size, memory=memory) as engine:
-        for size in (40, 330, 90) if quick() else (40, 200, 330, 90):
+        for size in (40, 330, 90):
             predicted = {"prediction": TEXTS[0] * 9}
             tickets = [engine.submit(long(size), **GREEDY, **({} if drafts else predicted)) for _ in range(batch_size)]
             assert {tuple(ids(one)) for one in tickets} == {tuple(greedily("Llama", long(size)))}
@@ -928,12 +514,6 @@ def test_many_sequences_take_no_more_memory_than_few() -> None:
     flat_over(75, WITH_DRAFTS)
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize("xt", [PLAIN, WITH_DRAFTS], ids=["no draft", "drafts"])
-def test_a_thousand_sequences_take_no_more_memory_than_few(xt: XTokAssisted) -> None:
-    flat_over(1000, xt)
-
-
 # figures
 
 
@@ -956,20 +536,6 @@ def test_figures_tell_what_is_written_and_what_waits() -> None:
             assert end.tokens_per_second > 0
     assert engine.stats.tokens_per_forward == 1, "the target alone"
     assert engine.stats.positions == 0
-
-
-def test_guesses_that_come_true_show_in_the_figures() -> None:
-    whole = PLAIN.generate(TEXTS[0], **ENDLESS).text
-    xt = XTokAssisted((LM, TOKENS), PromptLookup(corpus=[TEXTS[0] + whole]), budget=CHAIN)
-    with Engine(xt) as engine:
-        assert engine.submit(TEXTS[0], **ENDLESS).result(PATIENCE).text == whole
-    assert engine.stats.tokens == LENGTH
-    assert engine.stats.tokens_per_forward > 1
-
-
-def test_what_is_no_instance_is_refused() -> None:
-    with pytest.raises(InvalidInputError, match="pass an XTokAssisted"):
-        Engine("a/path")  # type: ignore[arg-type]
 
 
 # models that are changed
@@ -1005,8 +571,7 @@ def negated_at_once(lm: Any) -> None:
 UNNOTICED = [rotary, hooked, activated, scaled_attention, negated, negated_at_once]
 
 
-@pytest.mark.parametrize("by_engine", [True, False], ids=["of the engine", "of the instance"])
-@pytest.mark.parametrize("change", UNNOTICED)
+@pytest.mark.parametrize(("change", "by_engine"), [(one, i % 2 == 0) for i, one in enumerate(UNNOTICED)])
 def test_after_refresh_an_engine_computes_as_its_models_are_now(change: Callable[[Any], None], by_engine: bool) -> None:
     """Found by a hostile trial: prefixes were reused that had been computed before the change, and ids were wrong."""
     lm, prompt = deepcopy(LM), list(range(3, 23))
@@ -1032,8 +597,7 @@ def test_refresh_waits_for_nobody_and_loses_no_request() -> None:
         engine.refresh()
 
 
-@pytest.mark.parametrize("draft", ["target", "draft"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(("draft", "dtype"), [("target", torch.bfloat16), ("draft", torch.float64)])
 def test_an_engine_begins_anew_after_a_model_was_converted(draft: str, dtype: torch.dtype) -> None:
     """Found by a hostile trial: each later request failed with an error of attention, or had lost its draft."""
     lm, small = deepcopy(LM), deepcopy(UNRELATED)
@@ -1048,13 +612,27 @@ def test_an_engine_begins_anew_after_a_model_was_converted(draft: str, dtype: to
                 assert one.stats.proposed
 
 
-def test_requests_that_wait_while_a_model_is_converted_run_after_those_before() -> None:
-    """They need caches of their own, since those of the others are of another precision."""
-    lm, holds = deepcopy(LM), Holds()
-    with Engine(XTokAssisted((lm, TOKENS))) as engine:
-        first = engine.submit("吾輩は", **GREEDY, logits_processor=[holds])
-        lm.double()
-        second = engine.submit("吾輩は", **GREEDY)
-        holds.go.set()
-        first.cancel()
-        assert second.result(PATIENCE).token_ids == XTokAssisted((lm, TOKENS)).generate("吾輩は", **GREEDY).token_ids
+class StartsWith:
+    """A draft that does something for the text of a number."""
+
+    def __init__(self, number: int, does: Callable[[], Any]) -> None:
+        self.number, self.does = number, does
+
+    def start(self, request: Any) -> ScriptedDrafter:
+        self.number -= 1
+        if self.number == -1:
+            self.does()
+        return ScriptedDrafter(lambda context: [])
+
+
+def exits() -> None:
+    raise SystemExit(3)
+
+
+def test_an_exit_when_a_sequence_begins_ends_that_sequence_alone() -> None:
+    """Found by a hostile trial: the thread ended, and nobody noticed."""
+    with Engine(XTokAssisted((LM, TOKENS), StartsWith(1, exits)), batch_size=3) as engine:
+        tickets = [engine.submit(prompt, **GREEDY) for prompt in TEXTS[:3]]
+        with pytest.raises(SystemExit):
+            tickets[1].result(PATIENCE)
+        assert [ids(one) for one in tickets[::2]] == [greedily("Llama", prompt) for prompt in TEXTS[:3:2]]

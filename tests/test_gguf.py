@@ -1,20 +1,19 @@
 """Models in GGUF files: read as they are elsewhere, or refused."""
 
 import pickle
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from gguf_files import write
+from commands import run
+from gguf_files import MODELS, TEMPLATE, TOKENS, write
 from hypothesis import given
 from hypothesis import strategies as st
 from packaging.version import Version
 from real_tokenizers import FILES
-from test_cli import run
-from worlds import TREE, alone, examples, fitting, texts, tokenizer
+from worlds import TREE, alone, texts
 
 from xtok import XTokAssisted
 from xtok.errors import InvalidInputError
@@ -26,9 +25,6 @@ if Version(transformers.__version__) < Version("5.19"):
     pytest.skip("before 5.19, transformers reads tokenizers of GGUF files otherwise", allow_module_level=True)
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
-TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
-TOKENS = {kind: tokenizer(kind) for kind in ("byte-level BPE", "SentencePiece BPE")}
-MODELS = {kind: deepcopy(fitting(tokens, "Llama", 3)).float() for kind, tokens in TOKENS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +51,6 @@ def test_a_file_is_a_target_and_a_draft_with_the_ids_of_the_same_model_elsewhere
 def test_its_tokenizer_reads_any_text_as_the_one_it_was_made_of(kind: str, folder: Path) -> None:
     found = load_without_weights(str(written(folder, kind)), "target").tokenizer
 
-    @examples(200)
     @given(texts())
     def reads(text: str) -> None:
         ids = TOKENS[kind](text, add_special_tokens=False).input_ids
@@ -104,7 +99,6 @@ def test_a_file_that_is_cut_short_is_refused(folder: Path) -> None:
     whole = written(folder).read_bytes()
     cut = folder / "cut.gguf"
 
-    @examples(100)
     @given(st.integers(0, len(whole) - 1) | st.integers(0, 9000))
     def refused(size: int) -> None:
         cut.write_bytes(whole[:size])

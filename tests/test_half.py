@@ -1,65 +1,30 @@
-"""Half precision, as it is by default: the same call gives the same text, and near-ties are reported.
+"""Half precision, as it is by default: the same call gives the same text, and near-ties are reported."""
 
-The clock is a noisy one here, as on a machine with other work: whatever a clock decides differs from call to call.
-"""
-
-from collections.abc import Iterator
 from copy import deepcopy
-from functools import cache, cached_property
-from itertools import product
-from math import inf
-from random import Random
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from architectures import tiny
+from batches import BYTES, TEXTS, UNRELATED, long
+from close_calls import ARCHITECTURES, DTYPES, WAYS, target
 from front_door import TOKENS
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
-from test_batches import BYTES, TEXTS, UNRELATED, ids_of, long
-from test_stable import ARCHITECTURES, DTYPES, WAYS, target
 from transformers import DynamicCache, LogitsProcessor, PreTrainedModel
-from worlds import CHAIN, examples, fitting, mostly_deep, quick
+from worlds import CHAIN, deep, fitting, whole_generations
 
 from xtok import PromptLookup, XTokAssisted
-from xtok.align.text import SequenceText
-from xtok.decoding.prepare import Prepared
-from xtok.drafts.policy.draft import Outcome, Proposal
-from xtok.drafts.policy.policy import Batch, Policy
-from xtok.drafts.tree import chain
 from xtok.errors import UnstableWarning
 from xtok.models.cache import CACHE
 from xtok.models.probe import traits
 from xtok.models.prompts import prompt_ids
-from xtok.models.stable import StableShapes
-from xtok.models.timing import Cost
-from xtok.models.traits import Traits
 
-HALVES = [name for name, dtype in DTYPES.items() if dtype.itemsize == 2]
-UNFIXED = ["mixtral", "bloom", "qwen3_next", "dbrx", "gpt_oss", "falcon_h1"]
-"""Mixtures of experts, ALiBi, recurrent layers."""
-EACH = [
-    (*model, way)
-    for i, model in enumerate(product(UNFIXED, HALVES))
-    for way in ("greedy", ("penalty", "sampled", "cut")[i % 3])
-]
-QUICK = [("mixtral", "bfloat16"), ("bloom", "float16"), ("qwen3_next", "bfloat16")]
-PROMPTS = [TEXTS[0], long(20), *([] if quick() else [TEXTS[1]]), long(120)]
-
-
-@pytest.fixture(autouse=True)
-def a_noisy_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    random, now = Random(), 0.0
-
-    def read() -> float:
-        nonlocal now
-        now += random.expovariate(1.0) * random.choice([1e-4, 1e-3, 1e-1])
-        return now
-
-    for module in ("models.timing", "models.stable"):
-        monkeypatch.setattr(f"xtok.{module}.perf_counter", read)
-    yield
+QUICK = [("mixtral", "bfloat16", "greedy"), ("bloom", "float16", "penalty"), ("qwen3_next", "bfloat16", "cut")]
+MORE = [("dbrx", "float16", "sampled"), ("gpt_oss", "bfloat16", "greedy"), ("falcon_h1", "float16", "greedy")]
+"""Mixtures of experts, ALiBi, recurrent layers: models whose shapes can't be fixed."""
+PROMPTS = [TEXTS[0], long(20), long(120)]
 
 
 @cache
@@ -72,44 +37,14 @@ def unfixed(name: str, dtype: str) -> PreTrainedModel:
     return made.to(getattr(torch, dtype))
 
 
-def drafts_of(kind: str) -> Any:
-    return {"none": None, "model": (UNRELATED, BYTES), "several": [(UNRELATED, BYTES), PromptLookup()]}[kind]
-
-
-@examples(3)
-@given(
-    architecture=st.sampled_from(sorted(ARCHITECTURES)),
-    dtype=st.sampled_from(HALVES),
-    way=st.sampled_from(sorted(WAYS)),
-    kind=st.sampled_from(["model", "several"]),
-    batch_size=st.integers(2, 4),
-)
-@example("Llama", "bfloat16", "greedy", "model", 4)
-@example("Gemma2", "float16", "cut", "several", 3)
-def test_the_same_call_gives_the_same_text_with_a_draft_and_without_alone_and_in_batches(
-    architecture: str, dtype: str, way: str, kind: str, batch_size: int
-) -> None:
-    """Calls of one instance and of another, by default: nobody asked for `stable`."""
-    lm = target(architecture, dtype)
-    unaided, helped = (XTokAssisted((lm, TOKENS), drafts_of(draft)) for draft in ("none", kind))
-    wanted = [unaided.generate(prompt, **WAYS[way]) for prompt in PROMPTS]
-    assert all(one.stats.exact for one in wanted)
-    for _ in range(1 if quick() else 2):
-        assert ids_of([helped.generate(prompt, **WAYS[way]) for prompt in PROMPTS]) == ids_of(wanted)
-    for xt in (helped, unaided) if quick() else (helped, helped, unaided):
-        found = xt.generate(PROMPTS, batch_size=batch_size, **WAYS[way])
-        assert ids_of(found) == ids_of(wanted)
-        assert all(one.stats.exact and one.stats.draft_error is None for one in found)
-
-
-@pytest.mark.parametrize(("name", "dtype", "way"), mostly_deep(EACH, [(*one, "greedy") for one in QUICK]))
+@pytest.mark.parametrize(("name", "dtype", "way"), [*QUICK, *deep(*MORE)])
 def test_the_same_call_gives_the_same_text_where_shapes_cant_be_fixed(name: str, dtype: str, way: str) -> None:
     lm = unfixed(name, dtype)
     with pytest.warns(UnstableWarning, match=r"can't have fixed shapes.*The same call gives the same text") as caught:
         xt = XTokAssisted((lm, TOKENS), (UNRELATED, BYTES))
     assert len(caught) == 1 and caught[0].filename == __file__
     for ask in (alone, batch):
-        calls = [ask(xt, way) for _ in range(2 if quick() else 3)]
+        calls = [ask(xt, way) for _ in range(2)]
         assert any(one.stats.proposed for one in calls[0])
         for call in calls[1:]:
             for mine, first in zip(call, calls[0], strict=True):
@@ -129,30 +64,6 @@ def batch(xt: XTokAssisted, way: str) -> list[Any]:
     return list(xt.generate(PROMPTS[:3], batch_size=2, **WAYS[way], **LOGITS))
 
 
-def test_without_a_clock_guesses_still_follow_what_they_gain() -> None:
-    xt = _warned("mixtral", "bfloat16")
-    texts = [one.stats for one in alone(xt, "greedy")]
-    assert all(one.tokens_per_forward >= 1 for one in texts)
-    assert max(one.tokens_per_forward for one in texts) > 1.1
-
-
-def _warned(name: str, dtype: str) -> XTokAssisted:
-    with pytest.warns(UnstableWarning):
-        return XTokAssisted((unfixed(name, dtype), TOKENS), (UNRELATED, BYTES))
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_in_single_precision_and_above_nothing_is_fixed_and_nothing_warned_of(
-    dtype: str, recwarn: pytest.WarningsRecorder
-) -> None:
-    for name in {"float32": ["mixtral", "bloom"], "float64": ["bloom"]}[dtype]:
-        lm = unfixed(name, dtype)
-        xt = XTokAssisted((lm, TOKENS), (UNRELATED, BYTES))
-        assert xt.setup.shapes is None
-        assert xt.generate(TEXTS[0], **WAYS["greedy"]).stats.exact
-    assert not [one for one in recwarn if issubclass(one.category, UnstableWarning)]
-
-
 def test_who_asks_for_any_shape_gets_it_and_is_told_that_it_isnt_exact(recwarn: pytest.WarningsRecorder) -> None:
     xt = XTokAssisted((target("Llama", "bfloat16"), TOKENS), (UNRELATED, BYTES), stable=False)
     assert xt.setup.shapes is None
@@ -169,7 +80,7 @@ def test_a_cache_of_the_callers_is_gone_on_in_by_default() -> None:
     assert not any(one.stats.exact for one in found)
 
 
-@examples(24, share=5)
+@whole_generations
 @given(
     architecture=st.sampled_from(sorted(ARCHITECTURES)),
     dtype=st.sampled_from(sorted(DTYPES)),
@@ -221,21 +132,6 @@ def test_no_near_ties_and_unknown_ones_are_told_apart() -> None:
     assert cut.stats.near_ties is None and cut.stats.min_margin is None
 
 
-def test_what_holds_for_a_whole_text_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found here: all weights were looked at three times for each text, and all new ids copied for each of them."""
-    xt, asked = XTokAssisted((target("Llama", "float32"), TOKENS), (UNRELATED, BYTES)), list[str]()
-    monkeypatch.setattr(Traits, "computes_in_half", property(lambda _: bool(asked.append("half"))))
-    new_ids = SequenceText.new_ids
-    monkeypatch.setattr(SequenceText, "new_ids", property(lambda text: asked.append("ids") or new_ids.__get__(text)))
-    is_plain = Prepared.is_plain.func
-    counted = cached_property(lambda prepared: asked.append("plain") or is_plain(prepared))
-    counted.__set_name__(Prepared, "is_plain")
-    monkeypatch.setattr(Prepared, "is_plain", counted)
-    assert len(xt.generate(TEXTS[0], **WAYS["greedy"]).token_ids) > 8
-    assert (asked.count("half"), asked.count("plain")) == (1, 1)
-    assert asked.count("ids") <= 2
-
-
 def test_near_ties_are_reported_with_their_positions_and_margins() -> None:
     lm = target("Llama", "bfloat16")
     asked = WAYS["greedy"] | {"max_new_tokens": 200, "output_logits": True, "return_dict_in_generate": True}
@@ -246,22 +142,6 @@ def test_near_ties_are_reported_with_their_positions_and_margins() -> None:
     assert all(gaps[one.position] == pytest.approx(one.margin) for one in found.stats.near_ties)
     widest = max(one.margin for one in found.stats.near_ties)
     assert [position for position, gap in enumerate(gaps) if gap <= widest] == [one.position for one in found.stats.near_ties]
-
-
-@given(rounds=st.lists(st.tuples(st.integers(0, 6), st.integers(1, 20), st.booleans()), max_size=12), seed=st.integers(0, 99))
-def test_no_second_reaches_what_a_policy_without_a_clock_decides(rounds: list[tuple[int, int, bool]], seed: int) -> None:
-    random, policies = Random(seed), [Policy.nominal([0.1, 0.01], max) for _ in range(2)]
-    for right, rows, asked in rounds:
-        tree = chain(range(6), probabilities=[0.9**depth for depth in range(1, 7)])
-        for policy in policies:
-            took = [random.expovariate(1.0) for _ in range(4)]
-            proposals = [
-                Proposal(tree, 0.0, [Cost(rows, took[0])] * 2, took[1], own=frozenset(range(6))) if asked else Proposal(),
-                Proposal(tree, 0.9, [], took[2]),
-            ]
-            outcome = Outcome(rows + 7, 1 + right, took[0], proposals, [*range(right), 99], range(right))
-            policy.observe(Batch(), [outcome], took[3])
-    assert policies[0] == policies[1]
 
 
 def test_a_number_of_threads_that_cuts_vectors_costs_the_promise_and_not_the_text(recwarn: pytest.WarningsRecorder) -> None:
@@ -276,33 +156,6 @@ def test_a_number_of_threads_that_cuts_vectors_costs_the_promise_and_not_the_tex
         torch.set_num_threads(1)
     assert not found.stats.exact and len(found.token_ids) == len(wanted.token_ids)
     assert xt.generate(TEXTS[0], **WAYS["greedy"]).stats.exact
-
-
-def test_a_warning_that_shapes_cant_be_fixed_any_more_points_to_who_called() -> None:
-    xt = XTokAssisted((target("Llama", "bfloat16"), TOKENS))
-    ids, greedy = torch.tensor([xt.generate(TEXTS[0], **WAYS["greedy"]).token_ids]), WAYS["greedy"]
-    calls: list[Any] = [
-        lambda: xt.generate(TEXTS[0], **greedy),
-        lambda: list(xt.stream(TEXTS[0], **greedy)),
-        lambda: xt.model.generate(ids, custom_generate=xt, **greedy),
-    ]
-    torch.set_num_threads(3)
-    try:
-        for call in calls:
-            with pytest.warns(UnstableWarning, match="3 threads") as caught:
-                call()
-            assert (caught[0].filename, caught[0].lineno) == (__file__, call.__code__.co_firstlineno)
-    finally:
-        torch.set_num_threads(1)
-
-
-def test_a_model_with_few_positions_waits_with_picks_after_branches() -> None:
-    """Where no difference can be measured, none is taken to be small."""
-    lm = deepcopy(target("Llama", "bfloat16"))
-    lm.config.max_position_embeddings = 65
-    shapes = StableShapes(lm)
-    shapes.served(1e9)
-    assert shapes.tolerance == inf
 
 
 @pytest.mark.parametrize("acceptance", ["rejection", "typical"])

@@ -1,7 +1,6 @@
 """Recurrent layers: several ids at once are to be computed by the formula of one id, for that is how generation goes on."""
 
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from copy import deepcopy
 from math import inf
 from operator import is_
@@ -10,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import cpu_offload
 from architectures import tiny
+from batches import TEXTS, long
 from front_door import TOKENS
 from scripted import ScriptedDrafter
-from test_batches import TEXTS, long
 from transformers import PreTrainedModel
-from worlds import deep, quick
+from worlds import deep
 
 from xtok import Budget, Context, XTokAssisted
 from xtok.errors import UnsupportedModelError
@@ -25,11 +23,11 @@ from xtok.models.continues import check_continues
 from xtok.models.prompts import prompt_ids
 from xtok.models.recurrent import lift_step_limits, without_step_limits
 
-MAMBA2 = ["nemotron_h", *deep("falcon_h1", "granitemoehybrid")]
-OTHERS = deep("bailing_hybrid", "kimi_linear", "lfm2_moe", "lfm3", "olmo_hybrid", "qwen3_5", "qwen3_next", "qwen4_exp", "zaya")
-REFUSED = ["zamba", "bamba", "recurrent_gemma"]
+MAMBA2 = ["nemotron_h", *deep("falcon_h1")]
+OTHERS = deep("bailing_hybrid", "kimi_linear", "lfm2_moe", "lfm3", "olmo_hybrid", "qwen3_5", "qwen4_exp", "zaya")
+REFUSED = ["zamba", *deep("bamba", "recurrent_gemma")]
 """Their several ids at once start from an empty state, or follow another formula."""
-LENGTH = 16 if quick() else 32
+LENGTH = 16
 GREEDY: dict[str, Any] = {"max_new_tokens": LENGTH, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
@@ -123,10 +121,10 @@ def half(name: str, seed: int, dtype: torch.dtype) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *deep(torch.float16)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_another_formula_for_several_ids_is_refused_in_any_precision(name: str, dtype: torch.dtype) -> None:
     """Found here: in half precision a third of such models passed for ones that round."""
-    for seed in range(6):
+    for seed in range(3):
         with pytest.raises(
             UnsupportedModelError, match=r"keeps no cache after which several ids|NaN or infinite|forwarded after its own cache"
         ):
@@ -139,18 +137,6 @@ def test_one_formula_for_all_is_taken_in_half_precision(name: str) -> None:
         check_continues(half(name, seed, torch.bfloat16), "target")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_formula_that_no_name_betrays_is_found_by_steps_of_one_id(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A Mamba-2 whose limits nobody knows of."""
-    monkeypatch.setattr("xtok.models.recurrent.without_step_limits", nullcontext)
-    lm = tiny("nemotron_h", len(TOKENS) + 5).to(dtype)
-    narrow_limits(lm)
-    with pytest.raises(UnsupportedModelError, match="keeps no cache"):
-        check_continues(lm, "target")
-
-
 def test_a_model_in_half_precision_is_judged_in_single_precision_and_stays_as_it_is() -> None:
     lm: Any = half("nemotron_h", 0, torch.bfloat16)
     kept, weights, seen = [dict(vars(module)) for module in lm.modules()], list(lm.parameters()), list[torch.dtype]()
@@ -159,34 +145,6 @@ def test_a_model_in_half_precision_is_judged_in_single_precision_and_stays_as_it
     assert seen == [torch.bfloat16, *[torch.float32] * 8], "as it is; as a whole, one by one and in rounds"
     assert lm.dtype == torch.bfloat16 and all(map(is_, lm.parameters(), weights))
     assert all(map(is_, vars(module).values(), values.values()) for module, values in zip(lm.modules(), kept, strict=True))
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_weights_that_are_fetched_for_each_forward_are_converted_as_they_come() -> None:
-    for name in ("nemotron_h", "zamba"):
-        lm = half(name, 0, torch.bfloat16)
-        cpu_offload(lm, torch.device("cpu"))
-        with pytest.raises(UnsupportedModelError) if name == "zamba" else nullcontext():
-            check_continues(lm, "target")
-
-
-@pytest.mark.parametrize("name", deep("nemotron_h", "zamba"))
-def test_a_compiled_model_in_half_precision_is_judged_as_one_that_isnt(name: str) -> None:
-    lm: Any = half(name, 0, torch.bfloat16)
-    lm.forward = torch.compile(lm.forward, backend="eager", dynamic=True)
-    with pytest.raises(UnsupportedModelError) if name == "zamba" else nullcontext():
-        check_continues(lm, "target")
-
-
-def test_transformers_still_limits_the_steps_of_several_ids_alone() -> None:
-    """Where it doesn't any more, `without_step_limits` has nothing to do, and can go."""
-    lm = tiny("nemotron_h", len(TOKENS) + 5)
-    narrow_limits(lm)
-    read, wanted = ids_of(lm, TEXTS[0])
-    ids = torch.tensor([[*read, *wanted]])
-    with torch.no_grad():
-        at_once = lm(input_ids=ids).logits[0, len(read) - 1 : -1].argmax(dim=-1).tolist()
-    assert at_once != wanted
 
 
 def scale_a_layer(lm: Any) -> None:
@@ -228,9 +186,3 @@ def test_limits_are_lifted_in_the_thread_that_checks_guesses_alone() -> None:
     assert layer.time_step_limit == deepcopy(layer).time_step_limit == (0.001, 0.1)
     layer.time_step_limit = (0.002, 0.1)
     assert layer.time_step_limit == (0.002, 0.1)
-
-
-def test_a_model_without_such_limits_is_taken_as_it_is() -> None:
-    lm = tiny("qwen3_next", len(TOKENS) + 5)
-    lift_step_limits(lm)
-    assert not any("time_step_limit" in vars(type(module)) for module in lm.modules())

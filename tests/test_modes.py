@@ -1,30 +1,26 @@
 """Nothing that xtok does or keeps depends on the modes of torch under which it is called."""
 
 import ast
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
-from functools import cache, partial
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from front_door import BYTES, GREEDY, OTHER, PROMPT, PROMPTS, TARGET, TOKENS, encoded, guesses, oracle, truth
+from cases import MODES
+from front_door import BYTES, GREEDY, OTHER, PROMPT, PROMPTS, TARGET, TOKENS, guesses, oracle
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
-from worlds import examples, fitting, mostly_deep
+from worlds import fitting, whole_generations
 
 import xtok
-from xtok import Budget, DraftEngine, Engine, HeadsDrafter, PromptLookup, TokenRecycling, XTokAssisted, pair
+from xtok import Budget, PromptLookup, TokenRecycling, XTokAssisted
 from xtok.align.vocabulary import bytes_key
-from xtok.errors import DraftFailedWarning, LossyWarning
 from xtok.models.cache import CACHE
 from xtok.models.modes import current, within
-from xtok.models.shared_cache import SharedCache
 from xtok.results.generation import Generation
 from xtok.sampling.draws import draws
 from xtok.sampling.noise import gumbel, near_exponential, states_of
@@ -34,60 +30,6 @@ WAYS: dict[str, dict[str, Any]] = {"greedy": GREEDY, "sampled": SAMPLED, "penalt
 TREE = Budget(4, width=4, nodes=16, schedule="constant")
 
 
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@contextmanager
-def default_device(device: str) -> Iterator[None]:
-    torch.set_default_device(device)
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
-
-
-@contextmanager
-def switched(switch: Callable[[bool], Any]) -> Iterator[None]:
-    switch(True)
-    try:
-        yield
-    finally:
-        switch(False)
-
-
-@contextmanager
-def seeded() -> Iterator[None]:
-    """Another state of the global generator, which must be what it was afterwards."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(77)
-        state = torch.get_rng_state()
-        yield
-        assert torch.equal(torch.get_rng_state(), state)
-
-
-MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "none": nullcontext,
-    "float64": lambda: default_dtype(torch.float64),
-    "float16": lambda: default_dtype(torch.float16),
-    "bfloat16": lambda: default_dtype(torch.bfloat16),
-    "meta": lambda: torch.device("meta"),
-    "meta by default": lambda: default_device("meta"),
-    "inference mode": torch.inference_mode,
-    "no gradients": torch.no_grad,
-    "gradients": torch.enable_grad,
-    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-    "deterministic": lambda: switched(torch.use_deterministic_algorithms),
-    "anomalies": lambda: torch.autograd.set_detect_anomaly(True),
-    "no denormals": lambda: switched(torch.set_flush_denormal),
-    "another seed": seeded,
-}
 EACH = sorted(set(MODES) - {"none"})
 STREAMED = sorted(set(MODES) - {"deterministic", "no denormals"})
 """Those are switched off where they end, and streams are read under several at once."""
@@ -129,66 +71,11 @@ def ended(stream: Any, mode: Callable[[], AbstractContextManager[Any]] = nullcon
     return found[0]
 
 
-def submitted(xt: XTokAssisted, way: dict[str, Any], mode: Callable[[], AbstractContextManager[Any]]) -> list[Generation]:
-    with mode():
-        engine = Engine(xt, batch_size=1)  # so that what is learnt doesn't depend on when a text comes
-    with engine, mode():
-        tickets = [engine.submit(prompt, **way) for prompt in PROMPTS[:2]]
-        return [ticket.result() for ticket in tickets]
-
-
-def by_transformers(xt: XTokAssisted, way: dict[str, Any], mode: Callable[[], AbstractContextManager[Any]]) -> list[Generation]:
-    inputs: Any = encoded(*PROMPTS[:2])
-    with mode():
-        if torch.get_default_device().type == "meta":  # under which transformers doesn't come as far as to xtok
-            return xt.generate(PROMPTS[:2], **way)
-        xt.model.generate(**inputs, custom_generate=xt, **way)
-        return xt.last
-
-
-CALLS = {"list": generated, "stream": streamed, "engine": submitted, "transformers": by_transformers}
-
-
 def check_alike(found: list[Generation], wanted: list[Generation]) -> None:
     """The same ids by the same guesses, and no draft that failed."""
     assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
     assert [one.stats.draft_error for one in found] == [None] * len(found)
     assert list(map(guesses, found)) == list(map(guesses, wanted))
-
-
-calls = st.lists(
-    st.tuples(st.sampled_from(sorted(MODES)), st.sampled_from(sorted(CALLS)), st.sampled_from(sorted(WAYS))),
-    min_size=1,
-    max_size=4,
-)
-
-
-@examples(12, share=6)
-@given(asked=calls, made=st.sampled_from(sorted(MODES)))
-def test_calls_under_any_modes_give_what_they_give_under_none_and_so_do_those_that_follow(
-    asked: list[tuple[str, str, str]], made: str
-) -> None:
-    """Autocast leaves a model in float64 as it is."""
-    with mode(made):
-        xt = instance("float64")
-    plain = instance("float64")
-    for name, call, way in [*asked, ("none", "list", "greedy")]:
-        check_alike(CALLS[call](xt, WAYS[way], MODES[name]), CALLS[call](plain, WAYS[way], nullcontext))
-
-
-@cache
-def texts_under_none() -> list[list[Generation]]:
-    xt = instance("float32")
-    return [generated(xt, way, nullcontext) for way in (GREEDY, SAMPLED, GREEDY, SAMPLED)]
-
-
-@pytest.mark.parametrize("name", mostly_deep(sorted({*EACH} - {"autocast"}), ("meta by default", "inference mode")))
-def test_a_model_in_float32_writes_under_each_mode_what_it_writes_under_none(name: str) -> None:
-    """Found here: trees failed if the default dtype was float64, and token recycling for good after other modes."""
-    xt, (*under_modes, after) = instance("float32"), texts_under_none()
-    for way, wanted in zip((GREEDY, SAMPLED, GREEDY), under_modes, strict=True):
-        check_alike(generated(xt, way, MODES[name]), wanted)
-    check_alike(generated(xt, SAMPLED, nullcontext), after)
 
 
 def test_what_was_written_under_autocast_leaves_later_texts_as_they_are() -> None:
@@ -200,7 +87,7 @@ def test_what_was_written_under_autocast_leaves_later_texts_as_they_are() -> Non
     assert [(one.token_ids, one.stats.draft_error) for one in found] == [(one.token_ids, None) for one in wanted]
 
 
-@examples(15, share=5)
+@whole_generations
 @given(modes=st.lists(st.sampled_from(STREAMED), min_size=2, max_size=6), way=st.sampled_from(sorted(WAYS)))
 def test_a_stream_may_be_read_under_other_modes_than_it_was_started_under(modes: list[str], way: str) -> None:
     """Found here: one that was started in inference mode failed outside of it."""
@@ -219,38 +106,6 @@ def test_a_stream_goes_on_under_the_autocast_it_was_requested_under() -> None:
             stream = xt.stream(PROMPT, **GREEDY)
         with mode(read):
             check_alike([ended(stream)], wanted[asked])
-
-
-def test_a_model_in_float32_that_computes_in_half_under_autocast_says_so() -> None:
-    """It was made without fixed shapes, and the same call gives the same text all the same."""
-    xt = instance("float32")
-    assert xt.generate(PROMPT, **GREEDY).stats.exact
-    texts = [generated(xt, GREEDY, MODES["autocast"]) for _ in range(3)]
-    assert not any(one.stats.exact for text in texts for one in text)
-    first, *others = [[one.token_ids for one in text] for text in texts]
-    assert others == [first, first]
-
-
-def test_between_the_rounds_of_a_stream_the_caller_has_its_own_modes() -> None:
-    stream = instance("float64").stream(PROMPT, **GREEDY)
-    for _ in stream:
-        assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        with torch.inference_mode(), torch.autocast("cpu", torch.float16), torch.device("meta"):
-            next(stream, None)
-            assert torch.is_inference_mode_enabled() and torch.get_autocast_dtype("cpu") == torch.float16
-            assert torch.get_default_device().type == "meta" and torch.zeros(1).is_inference()
-
-
-@pytest.mark.parametrize("name", mostly_deep(EACH, ("inference mode",)))
-def test_fixed_shapes_are_found_under_each_mode_and_hold_under_others(name: str) -> None:
-    """Under autocast, too, which has others: ids are the same with and without drafts, in a list and in an engine."""
-    with mode(name):
-        xt, alone = instance("float32", stable=True), XTokAssisted((MODELS["float32"][0], TOKENS), stable=True)
-    for one in (name, "none"):
-        found = generated(xt, SAMPLED, MODES[one])
-        wanted = generated(alone, SAMPLED, MODES[one])
-        assert [(each.token_ids, each.stats.draft_error) for each in found] == [(each.token_ids, None) for each in wanted]
-        assert [each.token_ids for each in submitted(xt, SAMPLED, MODES[one])] == [each.token_ids for each in wanted[:2]]
 
 
 @pytest.mark.parametrize("name", EACH)
@@ -292,16 +147,15 @@ class StopsAfter(StoppingCriteria):
         return self.left <= 0
 
 
-@pytest.mark.parametrize("call", ["list", "stream", "transformers"])
-def test_code_of_the_caller_may_write_to_what_was_made_in_inference_mode(call: str) -> None:
+def test_code_of_the_caller_may_write_to_what_was_made_in_inference_mode() -> None:
     def asked() -> dict[str, Any]:
         processors = LogitsProcessorList([Counts(TARGET.config.vocab_size)])
         return {**GREEDY, "logits_processor": processors, "stopping_criteria": StoppingCriteriaList([StopsAfter(9)])}
 
     with torch.inference_mode():
         arguments = asked()
-    found = CALLS[call](instance("float64"), arguments, torch.inference_mode)
-    check_alike(found, CALLS[call](instance("float64"), asked(), nullcontext))
+    found = streamed(instance("float64"), arguments, torch.inference_mode)
+    check_alike(found, streamed(instance("float64"), asked(), nullcontext))
     assert len(found[0].token_ids) == 9
 
 
@@ -316,60 +170,6 @@ def test_a_cache_that_was_filled_under_a_mode_is_gone_on_with_outside_of_it(name
     found = xt.generate(ids, **{CACHE: cache}, **GREEDY)
     assert (found.token_ids, found.stats.draft_error) == (wanted.token_ids, None)
     assert found.stats.target_forwards < len(found.token_ids)
-
-
-def proposed(engine: DraftEngine, turns: Iterator[str]) -> list[Any]:
-    """What is guessed of two texts that the target writes, each step under another mode."""
-    found: list[Any] = []
-    texts = []
-    for prompt in PROMPTS[:2]:
-        with mode(next(turns)):
-            texts.append(engine.add(TOKENS(prompt).input_ids))
-    written = [truth(prompt) for prompt in PROMPTS[:2]]
-    for step in range(6):
-        with mode(next(turns)):
-            found.append([(tree.tokens, tree.parents) for tree in engine.propose(texts, longest=4)])
-        for text, ids in zip(texts, written, strict=True):
-            with mode(next(turns)):
-                engine.observe(text, ids[2 * step : 2 * step + 2])
-    return found
-
-
-@examples(15, share=5)
-@given(modes=st.lists(st.sampled_from(STREAMED), min_size=1, max_size=6))
-def test_guesses_for_another_engine_are_the_same_under_any_modes(modes: list[str]) -> None:
-    budget = Budget(4, width=2, schedule="constant")
-    with mode(modes[-1]):
-        engine = DraftEngine(TOKENS, (OTHER, BYTES), budget=budget)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", DraftFailedWarning)
-        found = proposed(engine, cycle(modes))
-    assert found == proposed(DraftEngine(TOKENS, (OTHER, BYTES), budget=budget), cycle(["none"]))
-    assert any(tree for step in found for tree in step)
-
-
-@pytest.mark.parametrize("name", mostly_deep(EACH, ("meta", "autocast")))
-def test_models_and_heads_are_loaded_under_each_mode_and_guess_as_well(name: str) -> None:
-    """Guesses of heads are those that they have without modes, later ones included."""
-    made = []
-    for one in (name, "none"):
-        with mode(one):
-            made.append(XTokAssisted(pair.TARGET, [HeadsDrafter(pair.HEADS), TokenRecycling()], budget=TREE, device="cpu"))
-    prompts = pair.prompts()[:2]
-    with mode(name):
-        first = made[0].generate(prompts, **GREEDY)
-    assert all(one.stats.draft_error is None for one in first)
-    wanted = [xt.generate(prompts, **GREEDY) for xt in (made[1], made[1], made[0])]
-    if name != "autocast":
-        check_alike(first, wanted[0])
-        check_alike(wanted[2], wanted[1])
-    assert [one.token_ids for one in wanted[2]] == [one.token_ids for one in wanted[1]]
-
-
-def test_a_warning_of_the_constructor_points_to_who_called_it() -> None:
-    with pytest.warns(LossyWarning) as warned:
-        XTokAssisted((TARGET, TOKENS), acceptance="typical")
-    assert warned[0].filename == __file__
 
 
 MAKERS = {"arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm", "tensor", "zeros"}
@@ -395,63 +195,14 @@ def makes_a_tensor(function: ast.expr) -> bool:
     )
 
 
-class Own(torch.nn.Module):
-    """A caller's own code in a model."""
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        return states
-
-
-def collecting(model: Any) -> None:
-    """Found by review: transformers' own hooks stay on a model once hidden states were requested, as heads do."""
-    model(torch.tensor([[1, 2]]), output_hidden_states=True)
-
-
-def hook(model: Any) -> None:
-    model.model.norm.register_forward_hook(lambda *_: None)
-
-
-def code(model: Any) -> None:
-    model.model.norm = torch.nn.Sequential(model.model.norm, Own())
-
-
-def replacement(model: Any) -> None:
-    norm = model.model.norm
-    norm.forward = partial(type(norm).forward, norm)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    "own", [None, collecting, hook, code, replacement], ids=lambda own: getattr(own, "__name__", "nothing")
-)
-def test_forward_passes_leave_tensors_that_can_be_written_to_and_have_no_gradients(
-    own: Callable[[Any], None] | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Models with a caller's code aren't forwarded in inference mode: it may keep what it is given."""
-    model = deepcopy(fitting(TOKENS, "Llama", 0, dtype=torch.float32)).to(dtype)
-    if own is not None:
-        own(model)
-    forward, serve = type(model.model).forward, SharedCache.serve
-    modes, made = set[bool](), list[torch.Tensor]()
-
-    def seen(*args: Any, **kwargs: Any) -> Any:
-        assert not torch.is_grad_enabled()
-        modes.add(torch.is_inference_mode_enabled())
-        return forward(*args, **kwargs)
-
-    def kept(cache: SharedCache, asks: Any) -> Any:
-        answers = serve(cache, asks)
-        made.extend([*cache.parts, *(answer.logits for answer in answers)])
-        return answers
-
-    monkeypatch.setattr(type(model.model), "forward", seen)
-    monkeypatch.setattr(SharedCache, "serve", kept)
-    XTokAssisted((model, TOKENS), TokenRecycling()).generate(PROMPTS[:2], batch_size=2, **GREEDY)
-    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        assert (True in modes) == (own in (None, collecting) and dtype != torch.float16)
-    made += [value for module in model.modules() for value in {**module._buffers, **vars(module)}.values()]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_forward_passes_leave_no_tensors_that_cant_be_written_to(dtype: torch.dtype) -> None:
+    model = deepcopy(fitting(TOKENS, "Llama", 0, dtype=dtype))
+    asked = {**GREEDY, "output_logits": True, "return_dict_in_generate": True}
+    found = XTokAssisted((model, TOKENS), TokenRecycling()).generate(PROMPTS[:2], batch_size=2, **asked)
+    made = [value for module in model.modules() for value in {**dict(module.named_buffers()), **vars(module)}.values()]
+    made += [row for one in found for row in one.logits or ()]
     assert not any(one.is_inference() or one.requires_grad for one in made if isinstance(one, torch.Tensor))
-    monkeypatch.undo()
     model.train()(torch.tensor([[1, 2, 3]])).logits.sum().backward()
 
 
@@ -473,3 +224,13 @@ def test_a_hook_that_comes_within_a_call_gets_tensors_that_can_be_written_to(pla
     finally:
         handle.remove()
     assert modes and not any(modes)
+
+
+def test_a_model_in_float32_that_computes_in_half_under_autocast_says_so() -> None:
+    """It was made without fixed shapes, and the same call gives the same text all the same."""
+    xt = instance("float32")
+    assert xt.generate(PROMPT, **GREEDY).stats.exact
+    texts = [generated(xt, GREEDY, MODES["autocast"]) for _ in range(3)]
+    assert not any(one.stats.exact for text in texts for one in text)
+    first, *others = [[one.token_ids for one in text] for text in texts]
+    assert others == [first, first]

@@ -174,11 +174,3 @@ def test_the_demonstration_installs_no_tools_of_developers_and_uses_them_if_they
     (tmp_path / ".venv" / "installed").touch()
     (tmp_path / ".venv" / "demo").unlink()
     assert make(tmp_path, "--dry-run", "demo") == ".venv/bin/python -m xtok demo\n"
-
-
-def test_cleaning_leaves_nothing_that_was_made(tmp_path: Path) -> None:
-    shutil.copy(ROOT / "Makefile", tmp_path)
-    for name in (".venv", ".venv-lowest", ".venv-docs", "site", "build", "xtok.egg-info"):
-        (tmp_path / name).mkdir()
-    make(tmp_path, "clean")
-    assert [file.name for file in tmp_path.iterdir()] == ["Makefile"]

@@ -11,7 +11,6 @@ from transformers.generation.logits_process import (
     TemperatureLogitsWarper,
     TypicalLogitsWarper,
 )
-from worlds import examples
 
 import xtok.sampling.largest
 from xtok.errors import InvalidInputError
@@ -32,7 +31,6 @@ def keys_of(seed: int, size: int) -> torch.Tensor:
     return torch.randint(-(2**62), 2**62, (size,), generator=torch.Generator().manual_seed(seed))
 
 
-@examples(60)
 @given(st.integers(0, 99), st.integers(1, 4), SIZES, st.sampled_from([1, 2, 8, 64, 300]), DTYPES)
 def test_the_largest_are_those_of_topk(seed: int, rows: int, size: int, count: int, dtype: torch.dtype) -> None:
     scores = scores_of(seed, rows, size).to(dtype)
@@ -42,7 +40,6 @@ def test_the_largest_are_those_of_topk(seed: int, rows: int, size: int, count: i
     assert all(len(set(row)) == len(row) for row in places.tolist())
 
 
-@examples(60)
 @given(st.integers(0, 99), st.integers(1, 4), SIZES, DTYPES, st.sampled_from([None, torch.nan, -torch.inf]))
 def test_the_best_is_that_of_argmax_and_the_first_of_equal_ones(
     seed: int, rows: int, size: int, dtype: torch.dtype, others: float | None
@@ -71,7 +68,6 @@ def test_numbers_are_listed_as_they_are_wherever_they_come_from(monkeypatch: pyt
     assert listed(*parts) == expected
 
 
-@examples(60)
 @given(
     st.integers(0, 99),
     st.integers(1, 3),
@@ -112,7 +108,6 @@ CUTS = st.tuples(
 ).map(lambda given: [one for some in given for one in some])
 
 
-@examples(100)
 @given(st.integers(0, 999), SIZES, st.sampled_from([0.0, 0.5, 2.0, 6.0]), CUTS, st.booleans())
 @example(0, 48586, 0.5, [TopPLogitsWarper(0.5)], False)  # more ids than are looked at fail the cut
 @example(0, 7, 0.0, [TopPLogitsWarper(0.1)], False)  # the cut parts equal scores
@@ -129,7 +124,6 @@ def test_cuts_may_be_applied_to_the_draw_alone(
     assert found is None or found.token == expected.token
 
 
-@examples(100)
 @given(st.integers(0, 999), st.integers(1, 5), SIZES, st.sampled_from([0.0, 0.5, 2.0, 6.0]), CUTS, st.booleans())
 def test_draws_of_several_rows_are_those_of_each(
     seed: int, rows: int, size: int, tolerance: float, cuts: list[LogitsProcessor], tied: bool
@@ -206,7 +200,6 @@ def test_margins_are_measured_in_logits_if_all_processors_are_known() -> None:
     assert scale([Own(0.9)]) is None
 
 
-@examples(30)
 @given(st.integers(0, 999), st.sampled_from([1e3, 1e5, 1e6]))
 @example(1, 1e6)  # the least score that min-p leaves was rounded up to float32
 def test_min_p_is_applied_to_large_scores_too(seed: int, size: float) -> None:

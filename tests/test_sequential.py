@@ -1,22 +1,18 @@
 """Sequential heads: they change no text, and what they read is what the target picked, whatever rounds came before."""
 
 import json
-from collections import Counter
 from copy import deepcopy
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from chances import chi_square
 from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from worlds import CHAIN, TREE, examples, fitting, mostly_deep, quick, tokenizer
+from worlds import CHAIN, TREE, fitting, tokenizer, whole_generations
 
 from xtok import Budget, Engine, HeadsDrafter, XTokAssisted
 from xtok.align.tokenbytes import token_bytes
@@ -30,7 +26,6 @@ TOKENS = tokenizer("SentencePiece BPE")
 TARGET = fitting(TOKENS, "Llama", 0)
 PROMPTS = ["吾輩は", "The quick brown fox", "親譲りの無鉄砲で小供の時から損ばかりしている。", "a"]
 LAYERS = (0, 1, -1)
-QUICK = [(CHAIN, False, False), (TREE, True, False), (TREE, False, True), (Budget(), True, True)]
 
 
 def heads_file(path: Path, window: int = 8, known: set[int] | None = None) -> Path:
@@ -52,7 +47,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return heads_file(tmp_path_factory.mktemp("sequential") / "heads.safetensors")
 
 
-@examples(20)
+@whole_generations
 @given(exponent=st.floats(-6, 3), seed=st.integers(0, 9))
 def test_files_hold_each_weight_to_half_a_step_of_its_row(
     tmp_path_factory: pytest.TempPathFactory, exponent: float, seed: int
@@ -82,23 +77,7 @@ def from_scratch(heads: SequentialHeads, ids: list[int], start: int) -> torch.Te
     return heads.logits_of(heads.out(states[0, -1:]))
 
 
-@pytest.mark.parametrize(
-    ("budget", "sampled", "stable"), mostly_deep(product([CHAIN, TREE, Budget()], [False, True], [False, True]), QUICK)
-)
-def test_what_is_generated_does_not_depend_on_sequential_heads(file: Path, budget: Budget, sampled: bool, stable: bool) -> None:
-    asked: dict[str, Any] = {"max_new_tokens": 12 if quick() else 24, "do_sample": sampled} | ({"seed": 5} if sampled else {})
-    helped = XTokAssisted((TARGET, TOKENS), HeadsDrafter(file), budget=budget, stable=stable)
-    alone = XTokAssisted((TARGET, TOKENS), stable=stable)
-    prompts = PROMPTS[: 2 if quick() else 4]
-    together = helped.generate(prompts, **asked)
-    for prompt, one in zip(prompts, together, strict=True):
-        generation = helped.generate(prompt, **asked)
-        assert generation.stats.draft_error is None
-        assert generation.token_ids == alone.generate(prompt, **asked).token_ids == one.token_ids
-        assert budget.schedule == "cost" or generation.stats.draft_forwards
-
-
-@examples(12, share=6)
+@whole_generations
 @given(window=st.sampled_from([6, 9, 64]), skipped=st.sets(st.integers(0, 16)), known=st.integers(0, 4), stable=st.booleans())
 @example(window=6, skipped=set(), known=0, stable=False)
 @example(window=64, skipped={0, 1, 5}, known=3, stable=True)
@@ -144,66 +123,6 @@ def test_guesses_follow_from_all_that_was_picked(
     assert max(errors) < 1e-3
 
 
-class Row:
-    """A cache slot that holds nothing."""
-
-    length = 0
-
-    def roll_back(self, length: int) -> None:
-        self.length = length
-
-    def start_anew(self) -> None:
-        self.length = 0
-
-
-@examples(100)
-@given(
-    rounds=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 12), st.booleans()), min_size=1, max_size=40),
-    window=st.integers(1, 12),
-)
-@example(rounds=[(1, 2, False)] * 30, window=8)  # found by review: nothing was dropped while picks were left to the next round
-@example(rounds=[(0, 40, False), (0, 1, False), (0, 1, False)], window=8)  # nor was a long prompt
-def test_hidden_states_that_are_kept_are_the_latest_and_no_more_than_heads_can_see(
-    rounds: list[tuple[int, int, bool]], window: int
-) -> None:
-    """In each round, some last states are replaced, and others follow; sometimes, heads then read them all."""
-    model: Any = SimpleNamespace(window=window)
-    row: Any = Row()
-    drafter = SequentialDrafter(model, row, (), torch.empty(0), *[None] * 3)  # type: ignore[arg-type]
-    states = list[int]()
-    for number, (replaced, new, reads) in enumerate(rounds):
-        states = [*states[: max(0, len(states) - replaced)]]
-        start, states = len(states), [*states, *range(100 * number, 100 * number + new)]
-        drafter.take_hidden(start, torch.tensor(states[start:])[:, None, None])
-        kept = [int(state) for part in drafter._hidden for state in part]
-        at = drafter._start + row.length
-        assert kept == states[at:] and len(kept) == drafter._waiting < window + min(window, max(new for _, new, _ in rounds))
-        assert drafter._start <= max(0, len(states) - window)
-        if reads:
-            row.length, drafter._hidden, drafter._waiting = row.length + len(kept), [], 0
-
-
-def test_heads_of_another_shape_are_refused(tmp_path: Path) -> None:
-    tensors = load_file(heads_file(tmp_path / "h"))
-    with safe_open(tmp_path / "h", framework="pt") as kept:
-        metadata = kept.metadata()
-    for name, other in {"fuse.weight": torch.zeros(32, 7), "ids": torch.zeros(0), "out.weight": None}.items():
-        changed = {key: one for key, one in (tensors | {name: other}).items() if one is not None}
-        save_file(changed, tmp_path / "other", metadata=metadata)
-        with pytest.raises(InvalidInputError, match="holds no heads"):
-            HeadsDrafter(tmp_path / "other")
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("bias", [False, True])
-def test_logits_of_some_ids_are_the_targets_logits(bias: bool) -> None:
-    torch.manual_seed(0)
-    output, ids = torch.nn.Linear(16, 50, bias=bias), torch.tensor([3, 1, 40])
-    made = SequentialHeads(sequential_config(len(ids), 32, 48, 2, 1, 8), 1, torch.nn.Embedding(50, 16), output, ids)
-    hidden = torch.randn(5, 16)
-    torch.testing.assert_close(made.logits_of(hidden), output(hidden)[:, ids])
-
-
 def test_an_engine_shares_them_between_requests_within_its_memory(file: Path) -> None:
     asked: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
     alone = XTokAssisted((TARGET, TOKENS))
@@ -222,31 +141,6 @@ def test_long_prompts_are_read_in_parts_and_by_their_end(file: Path) -> None:
     generation = xt.generate(prompt, max_new_tokens=12, do_sample=False)
     assert generation.token_ids == XTokAssisted((TARGET, TOKENS)).generate(prompt, max_new_tokens=12, do_sample=False).token_ids
     assert generation.stats.draft_error is None and generation.stats.proposed
-
-
-@pytest.mark.deep
-def test_rejection_draws_from_the_target_with_heads(tmp_path: Path) -> None:
-    """The joint distribution of three ids, beside the exact one."""
-    asked: dict[str, Any] = {"max_new_tokens": 3, "do_sample": True, "top_k": 3, "top_p": 1.0, "eos_token_id": None}
-    start, exact = list(TOKENS("吾輩は").input_ids), {(): 1.0}
-    for _ in range(3):
-        grown = {}
-        for ids, probability in exact.items():
-            best = TARGET(input_ids=torch.tensor([[*start, *ids]])).logits[0, -1].double().topk(3)
-            for token, share in zip(best.indices.tolist(), best.values.softmax(-1).tolist(), strict=True):
-                grown[(*ids, token)] = probability * share
-        exact = grown
-    heads = HeadsDrafter(heads_file(tmp_path / "h", known={token for ids in exact for token in ids}))
-    xt = XTokAssisted((TARGET, TOKENS), heads, acceptance="rejection", budget=Budget(3))
-    count, accepted, found = 1500, 0, Counter[tuple[int, ...]]()
-    for seed in range(count):
-        generation = xt.generate("吾輩は", seed=seed, **asked)
-        found[tuple(generation.token_ids)] += 1
-        accepted += generation.stats.accepted
-        assert generation.stats.draft_error is None
-    assert set(found) <= set(exact) and accepted > 30
-    expected = torch.tensor(list(exact.values())) * count
-    assert chi_square(torch.tensor([found[ids] for ids in exact]), expected) > 1e-3
 
 
 WILD: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -285,28 +179,6 @@ def test_a_target_without_hidden_states_is_refused_by_name(file: Path, dtype: to
     target.forward = lambda *args, **kwargs: replace(forward(*args, **kwargs), hidden_states=None)  # type: ignore[method-assign]
     with pytest.raises(InvalidInputError, match="doesn't return one hidden state for each id, which heads guess from"):
         XTokAssisted((target, TOKENS), HeadsDrafter(file))
-
-
-def test_hidden_states_that_are_lost_cost_guesses_only(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found here: an error while they were collected ended the text."""
-    calls = 0
-
-    class Torch:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(torch, name)
-
-        def cat(self, parts: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls % 3 == 1:
-                raise torch.OutOfMemoryError("no memory")
-            return torch.cat(parts)
-
-    asked: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
-    expected = XTokAssisted((TARGET, TOKENS)).generate("吾輩は", **asked).token_ids
-    monkeypatch.setattr("xtok.decoding.rounds.torch", Torch())
-    generation = XTokAssisted((TARGET, TOKENS), [HeadsDrafter(file)], budget=CHAIN).generate("吾輩は", **asked)
-    assert calls and generation.token_ids == expected and generation.stats.proposed
 
 
 def test_heads_follow_a_target_that_changes(file: Path) -> None:

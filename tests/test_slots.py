@@ -1,310 +1,35 @@
 """Law 8 where it is made: rows of one cache have the logits that each text has alone, whatever the others do."""
 
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
 from front_door import forwards
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from inside import rows_of, used
-from test_caches import assert_close
-from torch import Tensor
-from transformers import PreTrainedModel
-from worlds import ARCHITECTURES, examples, model
+from inside import rows_of
+from rows import (
+    FAULTY,
+    LM,
+    PLACES,
+    VOCABULARY,
+    Held,
+    Sharing,
+    ask_one_more,
+    asked,
+    check,
+    failing_by_an_id,
+    filled,
+    poison,
+)
+from worlds import examples, model
 
 from xtok.models.forwards import Answer, Ask, Steps, answered, together
 from xtok.models.shared_cache import SharedCache, SharedSlot
 
-VOCABULARY = 40
-FAULTY = VOCABULARY - 1
-"""The id at which a forward fails, if it is to."""
-LONGEST = 400
-PLACES = ("before all layers", "between two", "after all layers")
-tokens = st.integers(0, FAULTY - 1)
-few = st.lists(tokens, max_size=4)
-"""With a tree after them still so few that all share a forward, however unlike they are."""
-
-
-@dataclass
-class Held:
-    """What a row ought to hold: ids that are kept, and after them the nodes of a tree, each with its parent."""
-
-    slot: SharedSlot
-    ids: list[int] = field(default_factory=list)
-    nodes: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-
-    def path(self, node: int) -> list[int]:
-        """All ids that a node sees, itself included."""
-        if node < 0:
-            return self.ids[: len(self.ids) + node + 1]
-        return [*self.path(self.parents[node]), self.nodes[node]]
-
-    def root(self, node: int) -> int:
-        """What the path to a node begins after: -1 or -2."""
-        return self.root(self.parents[node]) if node >= 0 else node
-
-    def with_new(self, ids: Sequence[int], parents: Sequence[int]) -> "Held":
-        """What it holds when an ask is answered."""
-        kept = len(ids) - len(parents)
-        return Held(self.slot, [*self.ids, *ids[:kept]], [*self.nodes, *ids[kept:]], [*self.parents, *parents])
-
-    def take(self, other: "Held") -> None:
-        self.ids, self.nodes, self.parents = other.ids, other.nodes, other.parents
-
-
-@dataclass
-class Asked:
-    """An ask, what its row holds when it is answered, and what is seen by each id whose logits it asks for."""
-
-    held: Held
-    ask: Ask
-    then: Held
-    paths: list[list[int]]
-
-
-def asked(held: Held, ids: Sequence[int], parents: Sequence[int], rows: int) -> Asked:
-    then, kept = held.with_new(ids, parents), len(held.ids)
-    new = [then.ids[: kept + i + 1] for i in range(len(ids) - len(parents))]
-    new += [then.path(len(held.nodes) + i) for i in range(len(parents))]
-    return Asked(held, Ask(held.slot, list(ids), rows, list(parents)), then, new[-rows:])
-
-
-def anew(lm: PreTrainedModel, paths: list[list[int]]) -> list[Tensor]:
-    """The logits after each of some texts, forwarded as a whole; what is padded at the end is seen by nothing before it."""
-    padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(path) for path in paths], batch_first=True)
-    with torch.no_grad():
-        logits = lm(padded).logits
-    return [row[len(path) - 1] for row, path in zip(logits, paths, strict=True)]
-
-
-def check(lm: PreTrainedModel, all_asked: Sequence[Asked], answers: Sequence[Answer | Exception]) -> None:
-    """All are answered by what forwarding the texts anew gives."""
-    expected = iter(anew(lm, [path for one in all_asked for path in one.paths]))
-    for one, answer in zip(all_asked, answers, strict=True):
-        assert isinstance(answer, Answer), answer
-        assert_close(answer.logits, torch.stack([next(expected) for _ in one.paths]))
-        one.held.take(one.then)
-
-
-@contextmanager
-def failing_by_an_id(lm: PreTrainedModel, place: str) -> Iterator[list[int]]:
-    """A model that raises in each forward that reads `FAULTY`. Counts those."""
-    layers = next(module for module in lm.modules() if isinstance(module, torch.nn.ModuleList))
-    failed: list[int] = []
-    reads_it = False
-
-    def look(_: Any, args: Any, kwargs: Any) -> None:
-        nonlocal reads_it
-        reads_it = bool((kwargs["input_ids"] == FAULTY).any())
-
-    def fail(*_: Any) -> None:
-        if reads_it:
-            failed.append(1)
-            raise RuntimeError("simulated")
-
-    part: Any = {PLACES[0]: lm, PLACES[1]: layers[1], PLACES[2]: lm.get_output_embeddings()}[place]
-    handles = [lm.register_forward_pre_hook(look, with_kwargs=True), part.register_forward_pre_hook(fail)]
-    try:
-        yield failed
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def shapes(slots: SharedCache) -> set[tuple[int, int]]:
-    """How many rows and positions there are."""
-    return {(part.shape[0], part.shape[2]) for part in slots.parts}
-
-
-def poison(slots: SharedCache, index: int, start: int = 0, end: int | None = None) -> None:
-    """Let some positions of a row hold what isn't a number, as a text that overflows leaves it. `end`: None for all used."""
-    for part in slots.parts:
-        part[index : index + 1, :, start : used(slots, index) if end is None else end] = float("nan")
-
-
-class Sharing(RuleBasedStateMachine):
-    """Law 8: a batch changes nothing. Lists hold what the rows ought to hold.
-
-    `forwards`: how often a model may be called if one forward answers all.
-    """
-
-    forwards: tuple[int, ...] = (1,)
-
-    @initialize(
-        architecture=st.sampled_from(sorted(ARCHITECTURES)),
-        seed=st.integers(0, 1),
-        texts=st.integers(1, 4),
-        rows=st.integers(1, 6),
-        room=st.sampled_from([None, 1, 60, 200, 400]),
-    )
-    def start(self, architecture: str, seed: int, texts: int, rows: int, room: int | None) -> None:
-        self.begin(architecture, seed, texts, rows, room)
-
-    def begin(self, architecture: str, seed: int, texts: int, rows: int, room: int | None) -> None:
-        self.model = model(architecture, VOCABULARY, seed, torch.float64)
-        self.slots = SharedCache(self.model, rows=rows, capacity=room)
-        self.room, self.needed = room, 0
-        self.texts = [Held(self.slots.join()) for _ in range(texts)]
-
-    @precondition(lambda self: len(self.texts) < 5)
-    @rule()
-    def join(self) -> None:
-        self.texts.append(Held(self.slots.join()))
-
-    def chosen(self, data: st.DataObject, most: int = 5) -> list[Held]:
-        able = [one for one in self.texts if len(one.ids) < LONGEST]
-        return data.draw(st.lists(st.sampled_from(able), min_size=1, max_size=most, unique_by=id)) if able else []
-
-    def drawn(self, held: Held, data: st.DataObject) -> Asked:
-        """Ids that are kept, nodes of a tree, or those after these. Where a tree stands, there are further nodes alone."""
-        kept = [] if held.nodes else data.draw(few)
-        nodes = data.draw(st.lists(tokens, min_size=not kept, max_size=4))
-        first = -2 if len(held.ids) + len(kept) > 1 else -1
-        parents = [data.draw(st.integers(first, len(held.nodes) + i - 1)) for i in range(len(nodes))]
-        if data.draw(st.booleans()):  # a chain
-            parents = list(range(len(held.nodes) - 1, len(held.nodes) + len(nodes) - 1))
-        return asked(held, [*kept, *nodes], parents, data.draw(st.integers(1, len(kept) + len(nodes))))
-
-    @precondition(lambda self: self.texts)
-    @rule(data=st.data())
-    def ask(self, data: st.DataObject) -> None:
-        """One forward answers all."""
-        if all_asked := [self.drawn(one, data) for one in self.chosen(data)]:
-            with forwards(self.model) as seen:
-                answers = answered([one.ask for one in all_asked])
-            assert len(seen) in self.forwards
-            check(self.model, all_asked, answers)
-            assert [isinstance(one, Answer) and one.cost.texts for one in answers] == [len(answers)] * len(answers)
-            assert sum(not answer.cost.repeated for answer in answers if isinstance(answer, Answer)) == 1
-
-    @precondition(lambda self: self.texts)
-    @rule(data=st.data())
-    def ask_for_much(self, data: st.DataObject) -> None:
-        """The cache grows, beside texts that ask for little."""
-        all_asked = []
-        for one in self.chosen(data):
-            if one.nodes or data.draw(st.booleans()):
-                all_asked.append(self.drawn(one, data))
-            else:
-                size, step = data.draw(st.integers(33, 90)), data.draw(st.integers(1, FAULTY - 1))
-                all_asked.append(asked(one, [(7 + step * i) % FAULTY for i in range(size)], (), data.draw(st.integers(1, 3))))
-        if all_asked:
-            check(self.model, all_asked, answered([one.ask for one in all_asked]))
-
-    @precondition(lambda self: self.texts)
-    @rule(data=st.data(), place=st.sampled_from(PLACES))
-    def ask_for_what_fails(self, data: st.DataObject, place: str) -> None:
-        """A sequence whose forward fails gets the error, and holds what it held; the others are answered."""
-        all_asked = [self.drawn(one, data) for one in self.chosen(data)]
-        faulty = data.draw(st.lists(st.booleans(), min_size=len(all_asked), max_size=len(all_asked)))
-        for one, fails in zip(all_asked, faulty, strict=True):
-            if fails:
-                one.ask.ids[data.draw(st.integers(0, len(one.ask.ids) - 1))] = FAULTY  # type: ignore[index]
-        if all_asked:  # what fails may have taken room before
-            most = max(one.held.slot.held for one in all_asked) + 2 * max(len(one.ask.ids) for one in all_asked)
-            self.needed = max(self.needed, len(rows_of(self.slots)) * (max(one.slot.held for one in self.texts) + most))
-        with failing_by_an_id(self.model, place) as failed:
-            answers = answered([one.ask for one in all_asked])
-        assert [isinstance(answer, Exception) for answer in answers] == faulty
-        assert len(failed) == sum(faulty) + (sum(faulty) > 0 and len(faulty) > 1)
-        right = [pair for pair, fails in zip(zip(all_asked, answers, strict=True), faulty, strict=True) if not fails]
-        if right:
-            check(self.model, *map(list, zip(*right, strict=True)))  # type: ignore[arg-type]
-
-    @precondition(lambda self: any(one.nodes for one in self.texts))
-    @rule(data=st.data())
-    def keep_a_path(self, data: st.DataObject) -> None:
-        held = data.draw(st.sampled_from([one for one in self.texts if one.nodes]))
-        node = data.draw(st.sampled_from([-1, *(node for node in range(len(held.nodes)) if held.root(node) == -1)]))
-        path: list[int] = []
-        ids = held.path(node)
-        while node >= 0:
-            path, node = [node, *path], held.parents[node]
-        held.slot.keep(path)
-        held.ids, held.nodes, held.parents = ids, [], []
-
-    @precondition(lambda self: self.texts)
-    @rule(data=st.data())
-    def roll_back(self, data: st.DataObject) -> None:
-        held = data.draw(st.sampled_from(self.texts))
-        length = data.draw(st.integers(max(0, len(held.ids) - 12), len(held.ids)))
-        assert held.slot.roll_back(length)
-        held.ids, held.nodes, held.parents = held.ids[:length], [], []
-
-    @precondition(lambda self: self.texts)
-    @rule(data=st.data())
-    def start_anew(self, data: st.DataObject) -> None:
-        held = data.draw(st.sampled_from(self.texts))
-        held.slot.start_anew()
-        held.ids, held.nodes, held.parents = [], [], []
-
-    @precondition(lambda self: self.texts)
-    @rule(data=st.data(), times=st.integers(1, 2))
-    def leave(self, data: st.DataObject, times: int) -> None:
-        held = self.texts.pop(data.draw(st.integers(0, len(self.texts) - 1)))
-        for _ in range(times):
-            held.slot.leave()
-
-    @precondition(lambda self: self.texts)
-    @rule(data=st.data())
-    def overflow_and_leave(self, data: st.DataObject) -> None:
-        """What a text forwarded isn't a number."""
-        held = self.texts.pop(data.draw(st.integers(0, len(self.texts) - 1)))
-        poison(self.slots, held.slot.index)
-        held.slot.leave()
-
-    @precondition(lambda self: self.texts)
-    @rule(data=st.data())
-    def overflow_in_what_is_taken_back(self, data: st.DataObject) -> None:
-        held = data.draw(st.sampled_from(self.texts))
-        if not held.slot.moves and held.slot.index not in getattr(self.slots, "_kept", ()):  # which is what another text left
-            poison(self.slots, held.slot.index, held.slot.held)
-
-    @invariant()
-    def slots_are_as_long_as_their_ids_and_no_two_texts_have_one_row(self) -> None:
-        if hasattr(self, "texts"):
-            assert [(one.slot.length, one.slot.branched) for one in self.texts] == [
-                (len(one.ids), len(one.nodes)) for one in self.texts
-            ]
-            assert len({one.slot.index for one in self.texts}) == len(self.texts)
-            assert all(rows_of(self.slots)[one.slot.index] is one.slot for one in self.texts)
-
-    @invariant()
-    def there_is_no_more_room_than_is_needed_or_there_may_be(self) -> None:
-        if getattr(self, "room", None) is not None:
-            length = max((one.slot.length for one in self.texts), default=0)
-            nodes = max((one.slot.branched for one in self.texts), default=0)
-            self.needed = max(self.needed, len(rows_of(self.slots)) * (length + nodes + 1))  # where padding goes
-            assert all(rows * positions <= max(self.room, self.needed) for rows, positions in shapes(self.slots))
-
-
-Sharing.TestCase.settings = examples(250, stateful_step_count=16)
+Sharing.TestCase.settings = examples(200, stateful_step_count=16)
 TestSharing = Sharing.TestCase
-
-LM = model("Llama", VOCABULARY, 0, torch.float64)
-
-
-def filled(slots: SharedCache, *sizes: int) -> list[Held]:
-    """Texts of so many ids, in rows of their own."""
-    texts = [Held(slots.join()) for _ in sizes]
-    all_asked = [
-        asked(held, [(3 + 5 * row + i) % FAULTY for i in range(size)], (), 1)
-        for row, (held, size) in enumerate(zip(texts, sizes, strict=True))
-    ]
-    check(LM, all_asked, answered([one.ask for one in all_asked]))
-    return texts
-
-
-def ask_one_more(texts: Sequence[Held], lm: PreTrainedModel = LM) -> None:
-    all_asked = [asked(held, [11], (), 1) for held in texts]
-    check(lm, all_asked, answered([one.ask for one in all_asked]))
 
 
 @pytest.mark.parametrize("index", [0, 1, 2])
@@ -350,7 +75,6 @@ def test_a_sequence_that_overflows_leaves_the_logits_of_others_as_they_are() -> 
     check(LM, [first, last], [answers[0], answers[2]])
 
 
-@examples(40)
 @given(
     sizes=st.lists(st.integers(1, 32), min_size=2, max_size=6),
     staying=st.lists(st.booleans(), min_size=6, max_size=6),
@@ -383,16 +107,6 @@ def test_sequences_that_come_and_go_take_no_more_room_than_those_that_are_there(
             held.slot.leave()
     assert len(shapes) == 1
     assert shapes.pop()[0] <= 4
-
-
-def test_room_that_sequences_leave_is_that_of_longer_ones_and_of_more() -> None:
-    slots = SharedCache(LM, rows=4, capacity=400)
-    for sizes, shape in [((20, 30, 25, 9), (4, 100)), ((300,), (1, 384)), ((120, 7, 11), (3, 133)), ((40,) * 8, (8, 50))]:
-        texts = filled(slots, *sizes)
-        assert shapes(slots) == {shape}
-        ask_one_more(texts)
-        for held in texts:
-            held.slot.leave()
 
 
 def test_leaving_twice_takes_nobodys_row() -> None:
@@ -453,23 +167,6 @@ def test_the_others_are_forwarded_again_if_one_of_them_fails(place: str) -> None
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_sequences_whose_first_forward_fails_spoil_nothing_for_those_that_come_after_them(place: str) -> None:
-    slots = SharedCache(LM)
-    (long,) = filled(slots, 40)
-    bad = [slots.join() for _ in range(2)]
-    with failing_by_an_id(LM, place):
-        answers = answered([Ask(slot, [FAULTY, 3], 1) for slot in bad] + [Ask(long.slot, [FAULTY], 1)])
-    assert all(isinstance(answer, RuntimeError) for answer in answers)
-    joined = Held(slots.join())
-    bad[0].leave()
-    with forwards(LM) as seen:
-        ask_one_more([long, joined])
-    assert len(seen[:-1]) == 1, "one for both, and that of the check"
-    bad[1].leave()
-    ask_one_more([joined, long])
-
-
-@pytest.mark.parametrize("place", PLACES)
 def test_a_row_whose_first_forward_failed_may_move_to_another_place(place: str) -> None:
     slots = SharedCache(LM)
     (long,) = filled(slots, 40)
@@ -498,7 +195,6 @@ def writes(slot: SharedSlot, ids: list[int], reported: list[str]) -> Steps[list[
     return picks
 
 
-@examples(40)
 @given(texts=st.lists(st.lists(st.integers(0, FAULTY), max_size=6), max_size=4), place=st.sampled_from(PLACES))
 def test_a_sequence_whose_failure_is_reported_to_it_goes_on_and_the_others_never_know(
     texts: list[list[int]], place: str
@@ -511,33 +207,6 @@ def test_a_sequence_whose_failure_is_reported_to_it_goes_on_and_the_others_never
     for ids, picks in zip(texts, results, strict=True):
         read = [token for token in ids if token != FAULTY]
         assert picks == (LM(torch.tensor([read])).logits[0].argmax(-1).tolist() if read else [])
-
-
-def test_a_failure_that_nobody_catches_is_raised_where_the_sequences_are_run() -> None:
-    slots = SharedCache(LM)
-
-    def careless() -> Generator[Ask, Answer, int]:
-        yield Ask(slots.join(), [FAULTY], 1)
-        return 0
-
-    with failing_by_an_id(LM, PLACES[1]), pytest.raises(RuntimeError, match="simulated"):
-        together([writes(slots.join(), [3, 4], []), careless()])  # type: ignore[list-item]
-
-
-def test_sequences_that_ask_for_nothing_and_for_different_models_run_together() -> None:
-    other = model("Mistral", VOCABULARY, 1, torch.float64)
-    slots, others = SharedCache(LM), SharedCache(other)
-
-    def silent() -> Steps[list[int]]:
-        return []
-        yield
-
-    with forwards(LM) as seen, forwards(other) as seen_too:
-        found = together([silent(), *(writes(one.join(), [3, 5, 7], []) for one in (slots, others, slots))])
-    assert (len(seen), len(seen_too)) == (3, 3)
-    ids = torch.tensor([[3, 5, 7]])
-    expected = [lm(ids).logits[0].argmax(-1).tolist() for lm in (LM, other)]
-    assert found == [[], expected[0], expected[1], expected[0]]
 
 
 def test_padding_beside_a_tree_after_nothing_is_numbers_to_attention_in_float32_too() -> None:

@@ -9,14 +9,13 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted import ScriptedDrafter
-from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
-from worlds import ARCHITECTURES, TREE, fitting, make_target_expensive, model, tokenizer
+from scripted import ScriptedDrafter, paths_of, tree_of
+from transformers import AutoModelForCausalLM
+from worlds import ARCHITECTURES, TREE, fitting, model, tokenizer
 
 from xtok import Budget, Tree, XTokAssisted
 from xtok.drafts.growth import IdPath, Path, grown
 from xtok.drafts.growth import tree_of as grown_tree
-from xtok.drafts.policy.gate import Gate
 from xtok.drafts.tree import CARRIED, Trie
 from xtok.errors import DraftFailedWarning, InvalidInputError
 from xtok.models.forwards import Steps, together
@@ -40,8 +39,7 @@ def built(name: str, **more: object) -> transformers.PreTrainedModel:
     return made
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "attention"), [(torch.float64, "sdpa"), (torch.bfloat16, "eager"), (torch.float32, "sdpa")])
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
 def test_models_with_positions_and_masks_take_trees(architecture: str, dtype: torch.dtype, attention: str) -> None:
     made = AutoModelForCausalLM.from_config(model(architecture, 40, 0, dtype).config, attn_implementation=attention).to(dtype)
@@ -90,13 +88,6 @@ def test_the_likeliest_nodes_of_merged_guesses_are_a_tree(guesses: list[tuple[li
 
 def with_probabilities(tree: Tree) -> dict[tuple[int, ...], float]:
     return dict(zip(paths_of(tree), tree.probabilities, strict=True))
-
-
-def tree_of(guesses: list[tuple[list[int], float]]) -> Tree:
-    trie = Trie()
-    for tokens, probability in guesses:
-        trie.add(tokens, probability)
-    return trie.best(len)
 
 
 @given(repeats=st.lists(claimed, max_size=3), models=st.lists(claimed, max_size=3))
@@ -149,43 +140,6 @@ def test_a_guess_counts_for_the_first_unless_a_later_one_gives_it_twice_as_much(
     assert trie.owner(0) == owner
 
 
-def test_continuations_that_one_source_found_in_several_places_are_summed() -> None:
-    """Found in review: three that begin alike, a third of the occurrences each, counted once."""
-    trie = Trie()
-    for last in (3, 4, 5):
-        trie.add([1, 2, last], [0.3, 0.3, 0.2])
-    assert with_probabilities(trie.best(lambda probabilities: 2)) == pytest.approx({(1,): 0.9, (1, 2): 0.9})
-
-
-def test_a_guess_that_a_model_all_but_excludes_counts_for_the_next_that_has_it() -> None:
-    """Found in review: it counted for lookup, by the probability before the model was asked."""
-    trie = Trie()
-    trie.mix(Tree((5,), (-1,)), [0.3], 0)
-    trie.limit([(Tree((6,), (-1,)), [0.9])])
-    trie.mix(Tree((5,), (-1,)), [0.5], 1)
-    assert trie.owner(0) == 1
-
-
-def test_repeated_text_that_a_model_does_not_expect_is_hardly_guessed() -> None:
-    """Found by measurement: such tokens were right in 3 to 6% of places, and were believed at 11 to 14%."""
-    trie, model = Trie(), Tree((1, 2), (-1, -1))
-    trie.mix(Tree((7, 8, 1), (-1, 0, -1)), [0.5, 0.4, 0.2])
-    trie.limit([(model, [0.8, 0.1])])
-    trie.mix(model, [0.8, 0.1], 1)
-    found = with_probabilities(trie.best(len))
-    assert found == pytest.approx({(7,): 0.05, (7, 8): 0.04, (1,): 0.8, (2,): 0.1})
-
-
-def test_a_path_that_two_sources_begin_is_as_probable_as_the_one_that_continues_it_says() -> None:
-    """Found by measurement: with six drafts, trees of seven nodes had 3.5 accepted tokens instead of 4.3. What only one source
-    guessed after ids that several guessed kept the probability that this one alone gave them.
-    """
-    trie = Trie()
-    trie.mix(Tree((1, 2), (-1, 0)), [0.5, 0.45], 0)
-    trie.mix(Tree((1,), (-1,)), [0.9], 1)
-    assert with_probabilities(trie.best(len)) == pytest.approx({(1,): 0.9, (1, 2): 0.81})
-
-
 @given(guesses=guesses, longest=st.integers(0, 6))
 def test_a_tree_within_a_depth_has_the_nodes_up_to_it(guesses: list[tuple[list[int], float]], longest: int) -> None:
     tree = tree_of(guesses)
@@ -193,13 +147,6 @@ def test_a_tree_within_a_depth_has_the_nodes_up_to_it(guesses: list[tuple[list[i
     first = tree.subset(tree.likeliest_path(longest))
     assert first.parents == tuple(range(-1, len(first) - 1))
     assert not len(first) or tuple(first.tokens) in paths_of(tree)
-
-
-def paths_of(tree: Tree) -> list[tuple[int, ...]]:
-    paths: list[tuple[int, ...]] = []
-    for token, parent in zip(tree.tokens, tree.parents, strict=True):
-        paths.append((*(paths[parent] if parent >= 0 else ()), token))
-    return paths
 
 
 def test_the_likeliest_guesses_grow_wherever_they_branch_off() -> None:
@@ -270,30 +217,6 @@ def test_what_is_no_tree_is_refused_and_costs_speed_only(wrong: tuple[Any, ...])
     assert generation.token_ids == XTokAssisted((target, tokens)).generate("吾輩は", **asked).token_ids
 
 
-def test_what_a_text_repeats_is_guessed_although_the_draft_is_too_expensive_to_be_asked() -> None:
-    tokens = tokenizer("byte-level BPE")
-    target = fitting(tokens, "Llama", 0)
-    asked = {"max_new_tokens": 200, "do_sample": False, "eos_token_id": None}
-    again = LogitsProcessorList([Cycles()])
-    expected = XTokAssisted((target, tokens)).generate("吾輩は", logits_processor=again, **asked).token_ids
-    xt = XTokAssisted((target, tokens), (deepcopy(target), tokens), budget=Budget(5, schedule="cost", width=4))
-    make_target_expensive(xt)
-    xt.setup.policy.drafts[0].gates = {(1, degree): Gate(wait=10**6) for degree in range(4)}
-    generation = xt.generate("吾輩は", logits_processor=again, **asked)
-    assert generation.token_ids == expected
-    assert generation.stats.draft_forwards == 0
-    assert generation.stats.accepted > 0
-
-
-class Cycles(LogitsProcessor):
-    """Makes every text go round in seven ids."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        only = torch.full_like(scores, -torch.inf)
-        only[:, 40 + input_ids.shape[1] % 7] = 0
-        return only
-
-
 @given(guesses=guesses, first=st.integers(0, 4), says=st.booleans())
 def test_a_tree_after_a_token_has_its_paths_after_that(guesses: list[tuple[list[int], float]], first: int, says: bool) -> None:
     tree = tree_of(guesses)
@@ -301,18 +224,6 @@ def test_a_tree_after_a_token_has_its_paths_after_that(guesses: list[tuple[list[
     after = tree.prefixed(first)
     assert paths_of(after) == [(first,), *((first, *path) for path in paths_of(tree))]
     assert after.probabilities == ((CARRIED, *(CARRIED * one for one in tree.probabilities)) if says or not tree else ())
-
-
-def test_a_budget_that_decides_by_costs_leaves_the_ids_as_they_are() -> None:
-    tokens = tokenizer("byte-level BPE")
-    target = fitting(tokens, "Llama", 0)
-    expected = XTokAssisted((target, tokens)).generate("吾輩は", max_new_tokens=60, do_sample=False, eos_token_id=None)
-    start = len(tokens("吾輩は").input_ids)
-    oracle = ScriptedDrafter(lambda context: expected.token_ids[len(context.ids) - start :][:4])
-    xt = XTokAssisted((target, tokens), oracle)
-    for _ in range(3):
-        generation = xt.generate("吾輩は", max_new_tokens=60, do_sample=False, eos_token_id=None)
-        assert generation.token_ids == expected.token_ids
 
 
 @given(

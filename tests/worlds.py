@@ -5,7 +5,7 @@ import os
 import re
 import struct
 from collections.abc import Callable, Container, Iterable, Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from random import Random
 from typing import Any, get_args
@@ -100,6 +100,11 @@ def examples(count: int, *, share: int = 8, **more: Any) -> settings:
     """Settings for `count` examples in the profile "deep": one in `share` of them in "quick", ten times as many in "more"."""
     wanted = count // share if quick() else count * settings().max_examples // 200
     return settings(max_examples=max(1, wanted), **more)
+
+
+def whole_generations(holds: Any) -> Any:
+    """A property whose examples are whole generations: 8 of them in the profile "quick", 33 in "deep"."""
+    return settings(max_examples=settings().max_examples // 3)(holds)
 
 
 def scaled(count: int, share: int = 8) -> int:
@@ -275,3 +280,7 @@ def alone(model: Any, ids: Sequence[int], /, **arguments: Any) -> list[int]:
     prompt = torch.tensor([list(ids)])
     output = model.generate(prompt, attention_mask=torch.ones_like(prompt), **arguments)
     return output[0, len(ids) :].tolist()
+
+
+assert_close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
+"""In float64 too, transformers normalises and rotates in float32; a wrong cache is off by far more."""
