@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from batches import BYTES, TEXTS, UNRELATED, ids_of, long
 from close_calls import HALF, WAYS, target
 from front_door import TOKENS, forwards
@@ -47,7 +48,7 @@ def test_a_second_instance_tries_nothing_that_the_first_one_did() -> None:
 
 
 class LookUps(TorchFunctionMode):
-    """Counts look-ups of embeddings, of which a forward pass has one. A hook would do, but what hooks do isn't known to xtok."""
+    """Counts look-ups of embeddings, of which a forward pass has one. Not by a hook: what those do isn't known to xtok."""
 
     count = 0
 
