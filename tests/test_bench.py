@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from console import run
 from hypothesis import given
 from hypothesis import strategies as st
-from test_cli import run
 from worlds import ARCHITECTURES, examples, fitting, model, tokenizer
 
 from xtok import pair

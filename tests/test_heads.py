@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from console import run
 from safetensors import safe_open
 from safetensors.torch import save_file
-from test_cli import run
 from transformers import DynamicCache
 from worlds import CHAIN, TREE, deep, fitting, tokenizer
 

@@ -9,13 +9,12 @@ import json
 import os
 import random
 import re
-import socket
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
+from socket import socket
 from typing import Any
 
 import httpx
@@ -24,7 +23,7 @@ import pytest
 import torch
 from inside import caches_of, is_empty, memory_of
 from servers import CALLING_TOKENS as TOKENS
-from servers import CITY, Server, dechunked, serving, tools, wait_for
+from servers import CITY, Server, dechunked, held_to, posted, serving, slow_socket, tools, wait_for
 from test_batches import BYTES, TEXTS, UNRELATED, WIDE
 from test_engine import cache_bytes
 from worlds import CORPUS, fitting
@@ -34,10 +33,7 @@ from xtok.drafts.base import Request
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.tree import Tree
 from xtok.models.probe import traits
-from xtok.serving.http.protocol import Chat, Completion, Limits, fields_of, read
-from xtok.serving.http.reading import Written
-from xtok.serving.http.requests import submissions_of
-from xtok.serving.http.responses import Responses, chat_of
+from xtok.serving.http.protocol import Limits
 
 REQUESTS = int(os.environ.get("XTOK_HOSTILE_REQUESTS", "800"))
 """10,000 take six minutes of a quiet core."""
@@ -109,33 +105,20 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 )
 FURTHER: tuple[dict[str, Any], ...] = ({}, {"n": 2}, {"stop": ["の", "a"]})
 FUNCTIONS = tools(weather=CITY, look={"type": "object", "properties": {"far": {"type": "boolean"}}, "required": ["far"]})
+NAMED = {"type": "function", "function": {"name": "look"}}
 
 
 class Truths:
-    """What the target alone answers."""
+    """What a server answers whose target is alone, one request at a time."""
 
-    def __init__(self, alone: XTokAssisted) -> None:
-        self._alone = alone
-        self.of = lru_cache(maxsize=1000)(self._of)
+    def __init__(self, alone: Server) -> None:
+        self._alone, self._known = alone, dict[Asked, Answer]()
 
-    def _of(self, asked: Asked) -> Answer:
-        if asked.path == "responses":
-            body: Any = chat_of(fields_of(Responses, asked.body.encode()))
-        else:
-            body = read(Completion if asked.path == "completions" else Chat, asked.body.encode())
-        return [self._answer(one) for one in submissions_of(body, self._alone, LIMITS)]
-
-    def _answer(self, one: Any) -> Any:
-        without = ("prediction", "chat_template_kwargs")
-        arguments = {name: value for name, value in one.arguments.items() if name not in without}
-        found = self._alone.generate(one.prompt.ids, **arguments)
-        parts = one.reader.read(found.text) if one.follower is None else one.follower.end()
-        written = Written()
-        for part in [*parts, *one.reader.end()]:
-            written.add(part)
-        calls = [(call.name, call.text) for call in written.calls]
-        is_call = found.finish_reason == "stop" and bool(calls)
-        return written.text("content"), calls, "tool_calls" if is_call else found.finish_reason
+    def of(self, asked: Asked) -> Answer:
+        if asked not in self._known:
+            given = {name: value for name, value in asked.asks.items() if name != "prediction"}
+            self._known[asked] = read_whole(asked.path, self._alone.ask(asked.path, **given).json())
+        return self._known[asked]
 
 
 def requests_with_answers(truths: Truths) -> list[Asked]:
@@ -145,7 +128,7 @@ def requests_with_answers(truths: Truths) -> list[Asked]:
         prompt = draw.choice([SYSTEMS[1][: draw.randrange(1, 200)], draw.choice(TEXTS)])
         settings = {"max_tokens": draw.randrange(1, 12), **draw.choice(SETTINGS), **draw.choice(FURTHER)}
         if number % 4 == 0:
-            settings |= {"max_tokens": 40, **formatted("completions", SCHEMAS[number % 8 // 4])}
+            settings |= {"max_tokens": 40, **held_to(SCHEMAS[number % 8 // 4])}
         found.append(asking("completions", prompt=prompt, **settings))
     for number in range(24):
         found += conversation(truths, number, draw)
@@ -160,34 +143,19 @@ def requests_with_answers(truths: Truths) -> list[Asked]:
 def conversation(truths: Truths, number: int, draw: random.Random) -> list[Asked]:
     """The turns of a chat, each with all before it."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": SYSTEMS[number % 2]}]
-    path, longest = (("chat/completions", "max_tokens"), ("responses", "max_output_tokens"))[number % 3 == 2]
-    field = "input" if path == "responses" else "messages"
+    is_response = number % 3 == 2
+    path, longest = ("responses", "max_output_tokens") if is_response else ("chat/completions", "max_tokens")
     turns = list[Asked]()
     for turn in range(4):
         messages.append({"role": "user", "content": TEXTS[(number + turn) % len(TEXTS)]})
         more: dict[str, Any] = {longest: draw.randrange(1, 12), **draw.choice(SETTINGS)}
-        if turn == 1 and number % 2:
-            more |= {longest: 60, **forced(path, draw.choice(["required", "look"]))}
-        elif turn == 2 and number % 2:
-            more |= {longest: 40, **formatted(path, draw.choice(SCHEMAS))}
-        turns.append(asking(path, **{field: messages}, **more))
+        if turn == 1 and number % 2 and not is_response:
+            more |= {longest: 60, "tools": FUNCTIONS, "tool_choice": draw.choice(["required", NAMED])}
+        elif turn == 2 and number % 2 and not is_response:
+            more |= {longest: 40, **held_to(draw.choice(SCHEMAS))}
+        turns.append(asking(path, **{"input" if is_response else "messages": messages}, **more))
         messages = [*messages, {"role": "assistant", "content": truths.of(turns[-1])[0][0]}]
     return turns
-
-
-def forced(path: str, choice: str) -> dict[str, Any]:
-    """Fields by which a function has to be called: any, or that of the name."""
-    if path == "responses":
-        flat = [{"type": "function", **one["function"]} for one in FUNCTIONS]
-        return {"tools": flat, "tool_choice": choice if choice == "required" else {"type": "function", "name": choice}}
-    named = choice if choice == "required" else {"type": "function", "function": {"name": choice}}
-    return {"tools": FUNCTIONS, "tool_choice": named}
-
-
-def formatted(path: str, schema: Any) -> dict[str, Any]:
-    if path == "responses":
-        return {"text": {"format": {"type": "json_schema", "name": "a", "schema": schema}}}
-    return {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}
 
 
 def novel(number: int) -> Asked:
@@ -200,7 +168,9 @@ def novel(number: int) -> Asked:
 
 def read_whole(path: str, body: dict[str, Any]) -> Answer:
     if path == "responses":
-        return [_response(body)]
+        assert body["status"] in ("completed", "incomplete"), body
+        texts = [item["content"][0]["text"] for item in body["output"] if item["type"] == "message"]
+        return [("".join(texts), [], "length" if body["status"] == "incomplete" else "stop")]
     found: Answer = []
     for choice in body["choices"]:
         message = choice.get("message") or {"content": choice["text"]}
@@ -209,21 +179,13 @@ def read_whole(path: str, body: dict[str, Any]) -> Answer:
     return found
 
 
-def _response(body: dict[str, Any]) -> tuple[str, list[tuple[str, str]], str]:
-    text = "".join(item["content"][0]["text"] for item in body["output"] if item["type"] == "message")
-    calls = [(item["name"], item["arguments"]) for item in body["output"] if item["type"] == "function_call"]
-    ended = "length" if body["status"] == "incomplete" else "tool_calls" if calls else "stop"
-    assert body["status"] in ("completed", "incomplete"), body
-    return text, calls, ended
-
-
 def read_stream(path: str, data: str) -> Answer:
     """A stream's answer, put together from its events."""
     lines = re.findall(r"^data: (.*)", data, re.MULTILINE)
     events = [json.loads(line) for line in lines if line != "[DONE]"]
     assert not any("error" in event for event in events), events[-1]
     if path == "responses":
-        return [_response(events[-1]["response"])]
+        return read_whole(path, events[-1]["response"])
     assert lines[-1] == "[DONE]"
     written, ends = dict[int, tuple[list[str], list[list[str]]]](), dict[int, str]()
     for choice in (choice for event in events for choice in event["choices"]):
@@ -301,12 +263,10 @@ class Client:
 
     async def reads_slowly(self, number: int) -> None:
         asked = self.draw.choice(self.pool)
-        with socket.socket() as slow:
-            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            slow.setblocking(False)
+        with slow_socket(0) as slow:
             loop, data = asyncio.get_running_loop(), b""
             await loop.sock_connect(slow, self.server.address)
-            await loop.sock_sendall(slow, posted(asked.path, streamed(asked)))
+            await loop.sock_sendall(slow, posted({**asked.asks, "stream": True}, path=asked.path))
             while not data.endswith(b"\r\n0\r\n\r\n"):
                 piece = await loop.sock_recv(slow, 700)
                 assert piece, data
@@ -344,7 +304,7 @@ class Client:
 
     async def sends_half(self, number: int) -> None:
         asked = self.draw.choice(self.pool)
-        data = posted(asked.path, asked.body.encode())
+        data = posted(asked.asks, path=asked.path)
         await self.sends(data[: self.draw.randrange(1, len(data))])
 
     async def sends_too_much(self, number: int) -> None:
@@ -359,7 +319,7 @@ class Client:
 
     async def sends(self, data: bytes) -> None:
         """Send some bytes, and hang up at once or after some of the answer."""
-        with closing(socket.socket()) as one:
+        with closing(socket()) as one:
             one.setblocking(False)
             loop = asyncio.get_running_loop()
             await loop.sock_connect(one, self.server.address)
@@ -373,55 +333,34 @@ class Client:
 
 JSON = {"Content-Type": "application/json"}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
-NO_JSON = b"", b"{", b"null", b"\xff\x00"
+BODIES: list[tuple[str, Any]] = [
+    ("completions", {"prompt": []}),
+    ("completions", {"prompt": [-1, 10**9]}),
+    ("completions", {"prompt": "a", "max_tokens": 1.5}),
+    ("completions", {"prompt": "a", "nonsense": 1}),
+    ("completions", {"prompt": "a", "n": 1000}),
+    ("completions", {"prompt": "a", "model": "another"}),
+    ("completions", {"prompt": "あ" * 9_000}),
+    ("completions", {"prompt": "a", **held_to({"type": "x"})}),
+    ("chat/completions", {"messages": [5]}),
+    ("chat/completions", {**CHAT, "tool_choice": "required"}),
+    ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
+    ("chat/completions", {**CHAT, "chat_template_kwargs": {"padding": "max_length", "max_length": 10**6}}),
+    ("responses", {"input": [{"type": "item_reference", "id": "a"}]}),
+    ("responses", {"input": "a", "tools": [{"type": "web_search"}]}),
+]
 NONSENSE: list[tuple[str, bytes, tuple[int, ...]]] = [
-    *((path, body, (400,)) for path in ("completions", "chat/completions", "responses") for body in NO_JSON),
-    ("completions", b'{"prompt": "a", "max_tokens', (400,)),
+    *((path, body, (400,)) for path in ("completions", "chat/completions", "responses") for body in (b"", b"{", b"\xff\x00")),
     ("completions", b"[" * 20_000, (400,)),
     ("completions", b'{"prompt":' + b'{"a":' * 3000, (400,)),
     ("nothing", b"{}", (404,)),
-    *(
-        (path, json.dumps(body, ensure_ascii=False).encode(), (400, 404))
-        for path, body in [
-            ("completions", {"prompt": 5}),
-            ("completions", {"prompt": []}),
-            ("completions", {"prompt": [-1, 10**9]}),
-            ("completions", {"prompt": "a", "max_tokens": -1}),
-            ("completions", {"prompt": "a", "max_tokens": 1.5}),
-            ("completions", {"prompt": "a", "temperature": "hot"}),
-            ("completions", {"prompt": "a", "nonsense": 1}),
-            ("completions", {"prompt": "a", "n": 1000}),
-            ("completions", {"prompt": "a", "model": "another"}),
-            ("completions", {"prompt": "a", "logit_bias": {"-1": 5}}),
-            ("completions", {"prompt": "a", "stop": [""]}),
-            ("completions", {"prompt": "あ" * 9_000}),
-            (
-                "completions",
-                {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
-            ),
-            ("chat/completions", {"messages": []}),
-            ("chat/completions", {"messages": [5]}),
-            ("chat/completions", {**CHAT, "tool_choice": "required"}),
-            ("chat/completions", {**CHAT, "tools": [{"type": "function"}]}),
-            ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
-            ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]}),
-            ("chat/completions", {**CHAT, "chat_template_kwargs": {"padding": "max_length", "max_length": 10**6}}),
-            ("responses", {"input": [{"type": "item_reference", "id": "a"}]}),
-            ("responses", {"input": "a", "previous_response_id": "b"}),
-            ("responses", {"input": "a", "tools": [{"type": "web_search"}]}),
-        ]
-    ),
+    *((path, json.dumps(body, ensure_ascii=False).encode(), (400, 404)) for path, body in BODIES),
 ]
 """What is refused: a path, a body, and the statuses that may answer it."""
 
 
 def streamed(asked: Asked) -> bytes:
     return json.dumps({**asked.asks, "stream": True}).encode()
-
-
-def posted(path: str, body: bytes) -> bytes:
-    head = [f"POST /v1/{path} HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {len(body)}", "", ""]
-    return "\r\n".join(head).encode() + body
 
 
 # what is left
@@ -492,10 +431,11 @@ def test_a_hostile_client_gets_the_targets_own_answers_and_leaves_nothing(dtype:
     target = fitting(TOKENS, "Llama", 0, dtype=dtype, window=WIDE)
     lookup = PromptLookup(memory=MEMORY)
     xt = XTokAssisted((target, TOKENS), [(UNRELATED, BYTES), lookup, Treacherous()], budget=BUDGET)
-    truths = Truths(XTokAssisted((target, TOKENS)))
-    pool = requests_with_answers(truths)
     memory = POSITIONS * sum(traits(model).position_bytes or 0 for model in xt.setup.models)
-    with serving(xt, limits=LIMITS, batch_size=16, memory=memory) as server:
+    alone = XTokAssisted((target, TOKENS))
+    with serving(alone, limits=LIMITS) as other, serving(xt, limits=LIMITS, batch_size=16, memory=memory) as server:
+        truths = Truths(other)
+        pool = requests_with_answers(truths)
         client, found = asyncio.run(visited(server, pool, number, truths))
         server.until_idle()
         assert all(map(is_empty, caches_of(server.engine)))

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from console import run
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from test_cli import run
 from transformers import PreTrainedModel
 from worlds import examples, fitting, quick, texts, tokenizer
 

@@ -108,49 +108,39 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-@pytest.mark.parametrize("role", ["target", "draft"])
-@pytest.mark.parametrize("zipped", [True, False])
-def test_weights_that_need_code_are_refused_and_run_none(saved: Path, role: str, zipped: bool) -> None:
-    (saved / "model.safetensors").unlink()
-    bomb = {"weight": Bomb(saved / "boom")}
-    torch.save(bomb, saved / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
-    sources = [saved] if role == "target" else [(TARGET, TOKENS), saved]
-    with pytest.raises(
-        UnsupportedModelError,
-        match=rf"The {role} {saved} needs code to open its weights, namely \w+\.system.*pass the pair",
-    ):
-        XTokAssisted(*sources)
-    assert not (saved / "boom").exists()
-
-
-@pytest.mark.parametrize(
-    "index", ["pytorch_model.bin.index.json", "model.safetensors.index.json", "own.safetensors.index.json"]
-)
-def test_a_shard_that_needs_code_is_refused_and_runs_none(saved: Path, index: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever an index is called, transformers opens what it names."""
-    (saved / "model.safetensors").unlink()
-    torch.save({"lm_head.weight": Bomb(saved / "boom")}, saved / "pytorch_model-1.bin")
-    (saved / index).write_text(json.dumps({"metadata": {}, "weight_map": {"lm_head.weight": "pytorch_model-1.bin"}}))
-    if index.startswith("own"):
-        configured(saved, transformers_weights=index)
-    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
-    with pytest.raises(UnsupportedModelError, match=r"needs code to open its weights.*pass the pair"):
-        XTokAssisted(saved)
-    assert not (saved / "boom").exists()
-
-
 def configured(folder: Path, **more: Any) -> None:
     """Change the configuration of a saved model."""
     known = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(known | more))
 
 
-def test_weights_that_a_configuration_names_are_refused_if_they_need_code(saved: Path) -> None:
-    torch.save({"lm_head.weight": Bomb(saved / "boom")}, saved / "adapter_model.bin")
-    configured(saved, transformers_weights="adapter_model.bin")
-    with pytest.raises(UnsupportedModelError, match=r"needs code to open its weights"):
-        XTokAssisted(saved)
-    assert not (saved / "boom").exists()
+CODE: dict[str, dict[str, str]] = {
+    "pytorch_model.bin": {},
+    "pytorch_model-1.bin": {"index": "pytorch_model.bin.index.json"},
+    "model-1.bin": {"index": "model.safetensors.index.json"},
+    "own-1.bin": {"index": "own.safetensors.index.json", "named": "own.safetensors.index.json"},
+    "adapter_model.bin": {"named": "adapter_model.bin"},
+}
+"""Files whose weights need code, the index that names them, and what the configuration names."""
+
+
+@pytest.mark.parametrize("name", CODE)
+def test_weights_that_need_code_are_refused_and_run_none(saved: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever an index is called, transformers opens what it names."""
+    index, named = CODE[name].get("index"), CODE[name].get("named")
+    if index or not named:
+        (saved / "model.safetensors").unlink()
+    if index:
+        (saved / index).write_text(json.dumps({"metadata": {}, "weight_map": {"lm_head.weight": name}}))
+    if named:
+        configured(saved, transformers_weights=named)
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    for zipped, role, sources in ((True, "target", [saved]), (False, "draft", [(TARGET, TOKENS), saved])):
+        torch.save({"lm_head.weight": Bomb(saved / "boom")}, saved / name, _use_new_zipfile_serialization=zipped)
+        refused = rf"The {role} {saved} needs code to open its weights, namely \w+\.system.*pass the pair"
+        with pytest.raises(UnsupportedModelError, match=refused):
+            XTokAssisted(*sources)
+        assert not (saved / "boom").exists()
 
 
 def test_models_in_shards_are_loaded(saved: Path) -> None:
@@ -203,29 +193,30 @@ def spoil(file: Path, noise: bytes, flips: list[tuple[int, int]], whole: bool) -
     file.write_bytes(bytes(data) if whole else noise)
 
 
-@pytest.mark.parametrize("fault", garbled(b"\0" * 9))
+FAULTS = (*garbled(b"\0" * 9),)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_weights_that_are_garbled_are_refused(saved: Path, fault: str) -> None:
     file = saved / "model.safetensors"
     file.write_bytes(garbled(file.read_bytes())[fault])
     with pytest.raises(InvalidInputError, match=rf"The target {saved} can't be loaded: .*pass the pair"):
         XTokAssisted(saved)
+    if fault != "more than it says":
+        file.unlink()
+        torch.save(TARGET.state_dict(), file := saved / "pytorch_model.bin")
+        file.write_bytes(garbled(file.read_bytes())[fault])
+        with pytest.raises(
+            InvalidInputError, match=rf"{saved} can't be loaded: pytorch_model\.bin .*Download or save it again"
+        ):
+            XTokAssisted(saved)
 
 
-@pytest.mark.parametrize("fault", sorted(garbled(b"\0" * 9).keys() - {"more than it says"}))
-def test_weights_in_torchs_format_that_are_garbled_are_refused(saved: Path, fault: str) -> None:
-    (saved / "model.safetensors").unlink()
-    torch.save(TARGET.state_dict(), file := saved / "pytorch_model.bin")
-    file.write_bytes(garbled(file.read_bytes())[fault])
-    with pytest.raises(InvalidInputError, match=rf"{saved} can't be loaded: .*Download or save it again"):
-        XTokAssisted(saved)
-
-
-@examples(30)
-@given(*SPOILT)
-@pytest.mark.parametrize("zipped", [True, False])
+@examples(60)
+@given(*SPOILT, st.booleans())
 @pytest.mark.filterwarnings("ignore")
 def test_any_file_of_weights_is_refused_or_read_as_it_is(
-    zipped: bool, noise: bytes, flips: list[tuple[int, int]], whole: bool
+    noise: bytes, flips: list[tuple[int, int]], whole: bool, zipped: bool
 ) -> None:
     """Whatever is in it, no error but those of xtok is raised, and no code but torch's is run."""
     with TemporaryDirectory() as folder:
@@ -238,17 +229,14 @@ def test_any_file_of_weights_is_refused_or_read_as_it_is(
         assert isinstance(found, tuple) or isinstance(found.error, XTokError), repr(found.error)
 
 
-def test_weights_of_another_shape_are_refused(saved: Path) -> None:
-    save_file({"lm_head.weight": torch.zeros(2, 2)}, saved / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(InvalidInputError, match="can't be loaded"):
-        XTokAssisted(saved)
-
-
-def test_weights_that_are_missing_are_not_made_up(saved: Path) -> None:
+def test_weights_of_another_shape_or_missing_ones_are_not_made_up(saved: Path) -> None:
     weights = load_file(saved / "model.safetensors")
     del weights["lm_head.weight"]
     save_file(weights, saved / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(InvalidInputError, match=rf"The target {saved} lacks 1 of its weights, lm_head.weight among them\."):
+        XTokAssisted(saved)
+    save_file({"lm_head.weight": torch.zeros(2, 2)}, saved / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InvalidInputError, match="can't be loaded"):
         XTokAssisted(saved)
 
 
@@ -268,54 +256,44 @@ def heads(tmp_path: Path) -> Path:
     return tmp_path / "heads"
 
 
-@pytest.mark.parametrize("fault", garbled(b"\0" * 9))
-def test_heads_that_are_garbled_are_refused(heads: Path, fault: str) -> None:
-    heads.write_bytes(garbled(heads.read_bytes())[fault])
-    with pytest.raises(InvalidInputError, match=r"holds no heads.*Make one with: xtok train-heads"):
-        HeadsDrafter(heads)
-
-
-def test_pickled_heads_are_refused_and_not_opened(tmp_path: Path) -> None:
-    torch.save({"weight": Bomb(tmp_path / "boom"), "bias": torch.zeros(2, 32)}, tmp_path / "heads.safetensors")
-    with pytest.raises(InvalidInputError, match="holds no heads"):
-        HeadsDrafter(tmp_path / "heads.safetensors")
-    assert not (tmp_path / "boom").exists()
+def test_heads_that_are_garbled_or_pickled_are_refused(heads: Path) -> None:
+    whole = heads.read_bytes()
+    torch.save({"weight": Bomb(heads.parent / "boom"), "bias": torch.zeros(2, 32)}, heads)
+    for data in (heads.read_bytes(), *garbled(whole).values()):
+        heads.write_bytes(data)
+        with pytest.raises(InvalidInputError, match=r"holds no heads.*Make one with: xtok train-heads"):
+            HeadsDrafter(heads)
+    assert not (heads.parent / "boom").exists()
 
 
 KNOWN = {"target": "", "hidden_size": 32, "vocabulary": "", "accuracy": []}
 
 
 @pytest.mark.parametrize(
-    ("weight", "bias"),
+    ("weight", "bias", "dtype"),
     [
-        ((2, 32, 32), (2, 31)),
-        ((2, 32, 31), (2, 32)),
-        ((2, 32), (2, 32)),
-        ((0, 32, 32), (0, 32)),
-        ((2, 0, 0), (2, 0)),
-        ((1, 10**6, 0), (0,)),
-        ((10**5, 10**5, 0), (10**5, 0)),
-        ((), ()),
+        ((2, 32, 32), (2, 31), torch.float32),
+        ((2, 32, 31), (2, 32), torch.float32),
+        ((2, 32), (2, 32), torch.float32),
+        ((0, 32, 32), (0, 32), torch.float32),
+        ((2, 0, 0), (2, 0), torch.float32),
+        ((1, 10**6, 0), (0,), torch.float32),
+        ((10**5, 10**5, 0), (10**5, 0), torch.float32),
+        ((), (), torch.float32),
+        *(((2, 32, 32), (2, 32), dtype) for dtype in (torch.int64, torch.bool, torch.complex64)),
     ],
 )
-def test_heads_of_absurd_shapes_are_refused_before_they_take_memory(
-    tmp_path: Path, weight: tuple[int, ...], bias: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+def test_heads_of_absurd_shapes_or_types_are_refused_before_they_take_memory(
+    tmp_path: Path, weight: tuple[int, ...], bias: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def made(*_: Any) -> None:
         raise AssertionError("memory was taken")
 
-    tensors = {"weight": torch.zeros(weight), "bias": torch.zeros(bias)}
+    tensors = {"weight": torch.zeros(weight, dtype=dtype), "bias": torch.zeros(bias, dtype=dtype)}
     save_file(tensors, tmp_path / "heads", metadata={"xtok": json.dumps(KNOWN)})
     monkeypatch.setattr("xtok.drafts.heads.MedusaHeads", made)
-    with pytest.raises(InvalidInputError, match="holds no heads: weight has shape"):
-        HeadsDrafter(tmp_path / "heads")
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
-def test_heads_of_a_type_that_is_no_weight_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
-    tensors = {"weight": torch.zeros(2, 32, 32, dtype=dtype), "bias": torch.zeros(2, 32, dtype=dtype)}
-    save_file(tensors, tmp_path / "heads", metadata={"xtok": json.dumps(KNOWN)})
-    with pytest.raises(InvalidInputError, match=r"holds no heads: .*weight is of"):
+    reason = "weight has shape" if dtype == torch.float32 else "weight is of"
+    with pytest.raises(InvalidInputError, match=f"holds no heads: .*{reason}"):
         HeadsDrafter(tmp_path / "heads")
 
 
@@ -519,6 +497,9 @@ def test_any_budget_is_kept_to_or_refused(settings: dict[str, Any]) -> None:
         assert (generation.token_ids, generation.stats.draft_error) == (EXPECTED, None)
 
 
+SENSELESS = (5, "x y", {}, math.nan, object(), [None], b"x", "\0", "\ud800", "", "/", 1e300)
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -526,11 +507,11 @@ def test_any_budget_is_kept_to_or_refused(settings: dict[str, Any]) -> None:
         *("device", "dtype", "device_map", "quantization_config", "attn_implementation"),
     ],
 )
-@pytest.mark.parametrize("value", [5, "x y", {}, math.nan, object(), [None], b"x", "\0", "\ud800", "", "/", 1e300])
-def test_settings_that_make_no_sense_are_refused_in_words(name: str, value: Any) -> None:
-    found = tried(lambda: XTokAssisted((TARGET, TOKENS), **{name: value}))
-    assert isinstance(found, Gone)
-    assert isinstance(found.error, XTokError), repr(found.error)
+def test_settings_that_make_no_sense_are_refused_in_words(name: str) -> None:
+    for value in SENSELESS:
+        found = tried(lambda value=value: XTokAssisted((TARGET, TOKENS), **{name: value}))
+        assert isinstance(found, Gone), value
+        assert isinstance(found.error, XTokError), repr(found.error)
 
 
 @examples(20)

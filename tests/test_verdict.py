@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from console import run
 from hypothesis import given
 from hypothesis import strategies as st
-from test_cli import run
 from transformers import LlamaConfig
 from worlds import CORPUS, deep, tokenizer
 
