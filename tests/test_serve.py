@@ -9,9 +9,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from copy import deepcopy
 from datetime import datetime, timedelta
 from math import inf, nan
@@ -24,6 +23,7 @@ import openai
 import pytest
 import torch
 import typer
+from console import run
 from hypothesis import example, given
 from hypothesis import strategies as st
 from servers import (
@@ -45,8 +45,7 @@ from servers import (
 from test_batches import TEXTS, TREE, UNRELATED
 from test_engine import BYTES, LM, PATIENCE, TOKENS, held
 from transformers import LogitsProcessorList
-from typer.testing import CliRunner
-from worlds import deep, examples
+from worlds import examples
 
 from xtok import Engine, XTokAssisted
 from xtok.cli import commands as cli
@@ -101,17 +100,15 @@ SAMPLING = st.fixed_dictionaries(
     {"temperature": st.sampled_from([0.7, 1.0, 1.6]), "seed": st.integers(0, 2**32)},
     optional={"top_p": st.sampled_from([0.5, 0.9, 1.0]), "top_k": st.sampled_from([3, 40]), "min_p": st.just(0.02)},
 )
-SETTINGS = st.tuples(
-    st.one_of(st.just({"temperature": 0}), SAMPLING),
-    st.fixed_dictionaries(
-        {"max_tokens": st.integers(1, 12)},
-        optional={
-            "n": st.integers(1, 3),
-            "repetition_penalty": st.sampled_from([0.8, 1.3]),
-            "stop": st.one_of(st.sampled_from(["の", "a"]), st.lists(st.sampled_from(["が", "e", "1", "。"]), max_size=3)),
-        },
-    ),
-).map(lambda both: {**both[0], **both[1]})
+FURTHER = st.fixed_dictionaries(
+    {"max_tokens": st.integers(1, 12)},
+    optional={
+        "n": st.integers(1, 3),
+        "repetition_penalty": st.sampled_from([0.8, 1.3]),
+        "stop": st.one_of(st.sampled_from(["の", "a"]), st.lists(st.sampled_from(["が", "e", "1", "。"]), max_size=3)),
+    },
+)
+SETTINGS = st.builds(lambda one, other: {**one, **other}, st.just({"temperature": 0}) | SAMPLING, FURTHER)
 IDS = st.sampled_from(TEXTS).map(lambda text: list(TOKENS(text).input_ids))
 PROMPTS = st.one_of(
     st.sampled_from(TEXTS),
@@ -194,22 +191,22 @@ def test_a_stream_ends_with_figures_and_done(server: Server) -> None:
     assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
 
 
-@pytest.mark.parametrize(("streamed", "parts"), [(False, False), (True, True)])
-def test_a_prediction_is_guessed_from_and_what_came_of_it_is_reported(server: Server, streamed: bool, parts: bool) -> None:
+def test_a_prediction_is_guessed_from_and_what_came_of_it_is_reported(server: Server) -> None:
     chat = [{"role": "user", "content": TEXTS[0]}]
     asked: dict[str, Any] = {"model": NAME, "messages": chat, "max_tokens": 24, "temperature": 0}
-    usage = {"stream": True, "stream_options": {"include_usage": True}} if streamed else {}
+    streamed = {"stream": True, "stream_options": {"include_usage": True}}
     with server.client() as client:
         truth = client.chat.completions.create(**asked)
         text = truth.choices[0].message.content
-        predicted = [{"type": "text", "text": text[:5]}, {"type": "text", "text": text[5:]}] if parts else text
-        found = client.chat.completions.create(**asked, prediction={"type": "content", "content": predicted}, **usage)
-        chunks = [*found] if streamed else [found]
-    assert (joined(chunks, 1)[0][0] if streamed else found.choices[0].message.content) == text
+        parts = [{"type": "text", "text": text[:5]}, {"type": "text", "text": text[5:]}]
+        whole = client.chat.completions.create(**asked, prediction={"type": "content", "content": text})
+        chunks = [*client.chat.completions.create(**asked, prediction={"type": "content", "content": parts}, **streamed)]
     assert truth.usage.completion_tokens_details is None
-    reported = chunks[-1].usage.completion_tokens_details
-    assert reported.accepted_prediction_tokens > 0
-    assert reported.accepted_prediction_tokens + reported.rejected_prediction_tokens <= chunks[-1].usage.completion_tokens * 32
+    assert whole.choices[0].message.content == joined(chunks, 1)[0][0] == text
+    for usage in (whole.usage, chunks[-1].usage):
+        reported = usage.completion_tokens_details
+        assert reported.accepted_prediction_tokens > 0
+        assert reported.accepted_prediction_tokens + reported.rejected_prediction_tokens <= usage.completion_tokens * 32
 
 
 class OpenAIPenalties:
@@ -225,28 +222,24 @@ class OpenAIPenalties:
         return scores
 
 
-def test_penalties_count_what_was_generated(server: Server) -> None:
+def test_penalties_count_what_was_generated_and_a_bias_forbids_and_forces(server: Server) -> None:
     start = len(prompt_ids(TOKENS, TEXTS[0]))
     settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": 16}
-    plain = ALONE.generate(TEXTS[0], **settings).text
+    plain = ALONE.generate(TEXTS[0], **settings)
     for frequency, presence in ((0.0, 2.0), (1.5, -0.5)):
         own = LogitsProcessorList([OpenAIPenalties(frequency, presence, start)])
         truth = ALONE.generate(TEXTS[0], logits_processor=own, **settings)
         found = server.ask(prompt=TEXTS[0], max_tokens=16, frequency_penalty=frequency, presence_penalty=presence).json()
-        assert found["choices"][0]["text"] == truth.text != plain
-
-
-def test_a_bias_forbids_and_forces(server: Server) -> None:
-    first = ALONE.generate(TEXTS[0], do_sample=False, max_new_tokens=1).token_ids[0]
-    forbidden, forced, plain = (
+        assert found["choices"][0]["text"] == truth.text != plain.text
+    forbidden, forced, first = (
         server.ask(prompt=TEXTS[0], max_tokens=1, logit_bias=bias, logprobs=0).json()["choices"][0]["logprobs"]["tokens"][0]
-        for bias in ({first: -100}, {40: 100}, None)
+        for bias in ({plain.token_ids[0]: -100}, {40: 100}, None)
     )
-    assert forbidden != plain
+    assert forbidden != first
     assert forced.encode() == (ALONE.target.vocabulary.view[40] or b"")
 
 
-@pytest.mark.parametrize(("streamed", "stop"), [(False, None), (True, "の"), *deep((False, "の"), (True, None))])
+@pytest.mark.parametrize(("streamed", "stop"), [(False, None), (True, "の")])
 def test_log_probabilities_are_those_of_the_targets_own_logits(server: Server, streamed: bool, stop: str | None) -> None:
     """Before any penalty, and whatever the temperature."""
     settings: dict[str, Any] = {"repetition_penalty": 1.3, "seed": 3, "temperature": 0.7}
@@ -278,8 +271,7 @@ def test_the_client_reads_the_log_probabilities_of_a_chat(server: Server) -> Non
     assert all(len(one.top_logprobs) == 2 and one.top_logprobs[0].logprob == one.logprob for one in choice.logprobs.content)
 
 
-@BOTH
-@pytest.mark.parametrize("prompt", [TEXTS[0], TOKENS(TEXTS[1]).input_ids], ids=["text", "ids"])
+@pytest.mark.parametrize(("prompt", "streamed"), [(TEXTS[0], False), (TOKENS(TEXTS[1]).input_ids, True)], ids=["text", "ids"])
 def test_an_echo_has_the_prompt_with_the_log_probabilities_of_one_forward_pass(
     server: Server, prompt: Any, streamed: bool
 ) -> None:
@@ -288,43 +280,39 @@ def test_an_echo_has_the_prompt_with_the_log_probabilities_of_one_forward_pass(
     with torch.no_grad():
         truth = LM(torch.tensor([ids])).logits[0].log_softmax(dim=-1)
     text = prompt if isinstance(prompt, str) else TOKENS.decode(prompt, skip_special_tokens=True)
-    asked: dict[str, Any] = {"model": NAME, "prompt": [prompt] * 2, "echo": True, "temperature": 0}
-    with server.client() as client:
-        new = client.completions.create(**{**asked, "echo": None}, max_tokens=2).choices[0].text
-        for most, logprobs in ((0, 2), (2, 1), (0, None)):
-            found: Any = client.completions.create(**asked, max_tokens=most, logprobs=logprobs, stream=streamed)
-            chunks = list(found) if streamed else [found]
-            texts = joined(chunks, 2) if streamed else [(one.text, one.finish_reason) for one in found.choices]
-            assert texts == [(text + new * bool(most), "length")] * 2
-            if not streamed:
-                assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (2 * len(ids), 2 * most)
-            parts = [one.logprobs for chunk in chunks for one in chunk.choices if one.index == 1 and one.logprobs is not None]
-            if logprobs is None:
-                assert parts == []
-                continue
-            given = [one for part in parts for one in part.token_logprobs]
-            tops = [one for part in parts for one in part.top_logprobs]
-            assert (given[0], tops[0], len(given)) == (None, None, len(ids) + most)
-            own = [float(truth[i, token]) for i, token in enumerate(ids[1:])]
-            assert given[1 : len(ids)] == pytest.approx(own, abs=1e-4)
-            for top, row in zip(tops[1:], truth, strict=False):
-                assert max(top.values()) == pytest.approx(float(row.max()), abs=1e-4)
-            offsets = [one for part in parts for one in part.text_offset]
-            assert (offsets[0], offsets == sorted(offsets), len(offsets)) == (0, True, len(given))
-            tokens = [one for part in parts for one in part.tokens]
-            for token, start, end in zip(tokens[1 : len(ids)], offsets[1:], offsets[2:], strict=False):
-                assert token.startswith("bytes:") or text[start:end] in (token, token.removeprefix(" "))
-            assert not most or offsets[len(ids)] == len(text)
+    asked: dict[str, Any] = {"prompt": [prompt] * 2, "echo": True, "stream": streamed}
+    new = server.ask(prompt=prompt, max_tokens=2).json()["choices"][0]["text"]
+    for most, logprobs in ((0, 2), (2, 1), (0, None)):
+        answer = server.ask(**asked, max_tokens=most, logprobs=logprobs)
+        chunks = [json.loads(line) for line in data_of(answer.text)[:-1]] if streamed else [answer.json()]
+        parts = [one for chunk in chunks for one in chunk["choices"] if one["index"] == 1]
+        assert ("".join(one["text"] for one in parts), parts[-1]["finish_reason"]) == (text + new * bool(most), "length")
+        if logprobs is None:
+            assert not any(one["logprobs"] for one in parts)
+            continue
+        tokens, given, tops, offsets = (
+            [one for part in parts for one in (part["logprobs"] or {name: []})[name]]
+            for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        )
+        assert (given[0], tops[0], len(given)) == (None, None, len(ids) + most)
+        assert given[1 : len(ids)] == pytest.approx([float(truth[i, token]) for i, token in enumerate(ids[1:])], abs=1e-4)
+        for top, row in zip(tops[1:], truth, strict=False):
+            assert max(top.values()) == pytest.approx(float(row.max()), abs=1e-4)
+        assert (offsets[0], offsets == sorted(offsets), len(offsets)) == (0, True, len(given))
+        for token, start, end in zip(tokens[1 : len(ids)], offsets[1:], offsets[2:], strict=False):
+            assert token.startswith("bytes:") or text[start:end] in (token, token.removeprefix(" "))
+        assert not most or offsets[len(ids)] == len(text)
+    assert streamed or (answer.json()["usage"]["prompt_tokens"], answer.json()["usage"]["completion_tokens"]) == (
+        2 * len(ids),
+        0,
+    )
 
 
-def test_a_prompt_that_fills_the_window_is_echoed(server: Server) -> None:
+def test_a_long_prompt_is_echoed_and_scored_in_parts(server: Server) -> None:
     window = LM.config.max_position_embeddings
     for size, status in ((window, 200), (window + 1, 400)):
         assert server.ask(prompt=[5] * size, echo=True, max_tokens=0).status_code == status
     check_error(server.ask(prompt=[5] * window, max_tokens=1), 400, "prompt")
-
-
-def test_a_long_prompt_is_scored_in_parts() -> None:
     ids = (prompt_ids(TOKENS, "".join(TEXTS)) * 40)[:300]  # a part has 256
     found = prompt_picks(LM, ids, 1)
     with torch.no_grad():
@@ -360,10 +348,9 @@ def test_no_seed_is_meant_by_minus_one() -> None:
 SCHEMA: dict[str, Any] = {"enum": [{"名": "吾輩", "数": [1, 2]}, {"名": "メロス", "数": []}, "猫"]}
 
 
-@pytest.mark.parametrize("settings", [*deep({"temperature": 0}), {"temperature": 1.0, "seed": 4}], ids=["greedy", "sampled"])
-def test_a_text_is_held_to_a_json_schema(server: Server, settings: dict[str, Any]) -> None:
-    asked: Any = {"messages": [{"role": "user", "content": "誰"}], "max_tokens": 60, "frequency_penalty": 2.0, **settings}
-    asked |= held_to(SCHEMA)
+def test_a_text_is_held_to_a_json_schema(server: Server) -> None:
+    asked: Any = {"messages": [{"role": "user", "content": "誰"}], "max_tokens": 60, "frequency_penalty": 2.0}
+    asked |= {"temperature": 1.0, "seed": 4, **held_to(SCHEMA)}
     (same,) = submissions_of(read(Chat, json.dumps(asked).encode()), ALONE, Limits())
     with server.client() as client:
         (choice,) = client.chat.completions.create(model=NAME, **asked).choices
@@ -390,12 +377,11 @@ def test_a_tokenizer_whose_last_call_padded_is_read_as_any_other() -> None:
 
 @pytest.mark.deep
 def test_a_schema_that_takes_too_long_to_compile_is_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found by a hostile trial: these took llguidance minutes. What was refused for that isn't compiled here."""
+    """Found by a hostile trial: this took llguidance minutes. What was refused for that isn't compiled here."""
     monkeypatch.setattr(grammars, "SECONDS", 1.0)
-    for schema in ({"multipleOf": 100_000_007}, {"anyOf": [{"type": "integer", "multipleOf": 9001 + i} for i in range(20)]}):
-        answer = server.ask(prompt="a", **held_to({"type": "integer", **schema}))
-        check_error(answer, 400, "response_format")
-        assert "more than 1 seconds" in answer.json()["error"]["message"]
+    answer = server.ask(prompt="a", **held_to({"type": "integer", "multipleOf": 100_000_007}))
+    check_error(answer, 400, "response_format")
+    assert "more than 1 seconds" in answer.json()["error"]["message"]
 
 
 def test_a_schema_that_ends_llguidance_ends_no_server(server: Server) -> None:
@@ -450,22 +436,17 @@ def test_prompts_and_schemas_are_read_once_for_all_texts_of_a_request(server: Se
 
 
 def test_what_is_wrong_with_a_pattern_is_reported(server: Server) -> None:
-    for pattern in ("(", "(" + "a" * 5000):
-        message = server.ask(prompt="a", **held_to({"type": "string", "pattern": pattern})).json()["error"]["message"]
-        assert "regex parse error" in message
-        assert message.endswith("unclosed group")
-        assert "\n" not in message
-        assert len(message) < 500
+    message = server.ask(prompt="a", **held_to({"type": "string", "pattern": "(" + "a" * 5000})).json()["error"]["message"]
+    assert re.fullmatch(".*regex parse error.*unclosed group", message)
+    assert len(message) < 500
 
 
-@pytest.mark.parametrize("streamed", [*deep(False), True], ids=["whole", "streamed"])
-def test_a_schema_that_gets_too_hard_is_reported_as_the_cause(server: Server, streamed: bool) -> None:
+def test_a_schema_that_gets_too_hard_is_reported_as_the_cause(server: Server) -> None:
     """Found by a hostile trial: a pattern on which llguidance gives up after some ids was reported as a fault of the server."""
     pattern = r"^((.*\w.{29})|(.*\d.{31})|(.*\s.{33})|(.+.{35}x)){30}$"
-    format_ = held_to({"type": "string", "pattern": pattern})
-    answer = server.ask(prompt="a", max_tokens=100, temperature=1, seed=3, stream=streamed, **format_)
-    assert answer.status_code == (200 if streamed else 400)
-    error = json.loads(data_of(answer.text)[-2] if streamed else answer.text)["error"]
+    held = held_to({"type": "string", "pattern": pattern})
+    answer = server.ask(prompt="a", max_tokens=100, temperature=1, seed=3, stream=True, **held)
+    error = json.loads(data_of(answer.text)[-2])["error"]
     assert (error["param"], error["type"]) == (None, "invalid_request_error")
     assert "can't follow the grammar of this request's format or tools any further: " in error["message"]
     assert "<state>" not in error["message"]
@@ -565,57 +546,48 @@ def strict() -> Iterator[Server]:
 AUTHORIZED = {"Authorization": "Bearer 日本".encode()}
 
 
-@pytest.mark.parametrize(("path", "body", "param"), REFUSED, ids=lambda one: str(one)[:40])
-def test_what_cannot_be_honoured_is_refused_by_the_fields_name(
-    strict: Server, path: str, body: dict[str, Any], param: str | None
-) -> None:
-    answer = httpx.post(f"{strict.url}/v1/{path}", content=json.dumps(body), headers={**AUTHORIZED, **JSON}, timeout=PATIENCE)
-    check_error(answer, 400, param)
+@pytest.mark.parametrize("param", {param: None for *_, param in REFUSED}, ids=str)
+def test_what_cannot_be_honoured_is_refused_by_the_fields_name(strict: Server, param: str | None) -> None:
+    with httpx.Client(headers={**AUTHORIZED, **JSON}, timeout=PATIENCE) as client:
+        for path, body, name in REFUSED:
+            if name == param:
+                check_error(client.post(f"{strict.url}/v1/{path}", content=json.dumps(body)), 400, param)
     assert strict.engine.stats.running + strict.engine.stats.waiting == 0
 
 
-@pytest.mark.parametrize("body", [{"prompt": ""}, {"messages": []}, {**CHAT, "tools": TOOLS}], ids=str)
-def test_a_prompt_that_is_too_long_in_any_case_is_not_read(monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]) -> None:
+@pytest.mark.parametrize("field", ["prompt", "messages", "tools"])
+def test_a_prompt_that_is_too_long_in_any_case_is_not_read(monkeypatch: pytest.MonkeyPatch, field: str) -> None:
     """Found by a hostile trial: others waited for seconds while a prompt of 4 MB was read, only to be refused."""
-    long = "名前" * LM.config.max_position_embeddings * ALONE.target.vocabulary.longest
-    given = {"prompt": long} if "prompt" in body else {"messages": [{"role": "user", "content": long}]}
-    if "tools" in body:
-        given = {**CHAT, "tools": [{**TOOLS[0], "a": [long]}]}
+    longest = ALONE.target.vocabulary.longest
+    for text in [*TEXTS, *CHAT_TOKENS.get_added_vocab()]:
+        assert len(text.encode()) <= longest * len(CHAT_TOKENS(text, add_special_tokens=False).input_ids)
+    long = "名前" * LM.config.max_position_embeddings * longest
+    content: Any = {"prompt": long, "messages": [{"role": "user", "content": long}], "tools": [{**TOOLS[0], "a": [long]}]}
+    given = {**(CHAT if field == "tools" else {}), field: content[field]}
     called = counted(monkeypatch, "xtok.serving.http.requests.prompt_ids")
     with pytest.raises(RequestError, match=r"context window is .* tokens, which have up to .* bytes") as refused:
-        submissions_of(read(Completion if "prompt" in body else Chat, json.dumps(given).encode()), ALONE, Limits())
+        submissions_of(read(Completion if field == "prompt" else Chat, json.dumps(given).encode()), ALONE, Limits())
     assert refused.value.body["error"]["code"] == "context_length_exceeded"
     assert not called
 
 
-def test_no_prompt_is_longer_than_what_its_ids_may_decode_to() -> None:
-    longest = ALONE.target.vocabulary.longest
-    for text in [*TEXTS, *CHAT_TOKENS.get_added_vocab()]:
-        assert len(text.encode()) <= longest * len(CHAT_TOKENS(text, add_special_tokens=False).input_ids)
+MANY: list[tuple[str, Any]] = [
+    ("prompt", [{}] * 1000),
+    ("prompt", [[{}] * 1000] * 1000),
+    ("messages", [5] * 1000),
+    ("tools", [5] * 1000),
+    ("stop", [""] * 1000),
+    ("prediction", {"type": "content", "content": [5] * 1000}),
+    ("logit_bias", {str(i): "a" for i in range(1000)}),
+]
 
 
-MANY: dict[str, Any] = {
-    "prompt": [{}] * 1000,
-    "messages": [5] * 1000,
-    "tools": [5] * 1000,
-    "stop": [""] * 1000,
-    "prediction": {"type": "content", "content": [5] * 1000},
-    "logit_bias": {str(i): "a" for i in range(1000)},
-}
-
-
-@pytest.mark.parametrize(("field", "value"), [*MANY.items(), ("prompt", [[{}] * 1000] * 1000)], ids=lambda one: str(one)[:9])
-def test_of_many_faults_few_are_reported(field: str, value: Any) -> None:
+def test_of_many_faults_few_are_reported() -> None:
     """Found by a hostile trial: a body of 4 MB, of which each item is wrong, held up everybody for half a minute."""
-    with pytest.raises(ValueError, match=field) as found:
-        (Chat if field in ("messages", "tools") else Completion).model_validate_json(json.dumps({field: value}))
-    assert found.value.error_count() < 40
-
-
-def test_none_is_as_if_it_were_not_there(server: Server) -> None:
-    found = server.ask(prompt="a", max_tokens=2, best_of=None, stop=None, logprobs=None, response_format=None)
-    assert found.json()["choices"] == server.ask(prompt="a", max_tokens=2).json()["choices"]
-    assert server.ask(prompt="a", seed=5, top_p=0.5, max_tokens=2).json()["choices"] == found.json()["choices"]
+    for field, value in MANY:
+        with pytest.raises(ValueError, match=field) as found:
+            (Chat if field in ("messages", "tools") else Completion).model_validate_json(json.dumps({field: value}))
+        assert found.value.error_count() < 40
 
 
 BODIES = {
@@ -662,14 +634,13 @@ def test_a_body_that_is_half_sent_and_given_up_harms_nobody(server: Server) -> N
     assert server.engine.stats.tokens == before + 2
 
 
-def test_fields_of_openai_that_change_nothing_are_taken(server: Server) -> None:
+def test_fields_that_change_nothing_are_taken(server: Server) -> None:
     """Found by a trial as a new user: frameworks send them."""
-    asked: dict[str, Any] = {"model": NAME, "prompt": "a", "max_tokens": 3, "temperature": 0}
     neutral: dict[str, Any] = {"metadata": {"a": "b"}, "store": True, "service_tier": "flex", "modalities": ["text"]}
-    with server.client() as client:
-        plain = client.completions.create(**asked)
-        found = client.completions.create(**asked, best_of=1, echo=False, extra_body=neutral)
-        assert found.choices[0].text == plain.choices[0].text
+    empty = dict.fromkeys(("best_of", "stop", "logprobs", "response_format"))
+    plain = server.ask(prompt="a", max_tokens=3).json()["choices"]
+    for more in ({"best_of": 1, "echo": False, **neutral}, empty, {"seed": 5, "top_p": 0.5}):
+        assert server.ask(prompt="a", max_tokens=3, **more).json()["choices"] == plain
 
 
 UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
@@ -701,16 +672,13 @@ def test_errors_are_those_that_the_client_knows(server: Server, strict: Server) 
     check_error(httpx.get(f"{server.url}/v1/completions"), 405, None)
 
 
-def test_the_key_opens_and_health_and_metrics_need_none(strict: Server) -> None:
+def test_the_key_opens_and_pages_of_other_sites_may_ask_if_they_were_named(server: Server, strict: Server) -> None:
     asked = {"prompt": "a", "max_tokens": 1}
     for headers in ({}, {"Authorization": "日本".encode()}, {"Authorization": b"Bearer"}, {"Authorization": b"Bearer \xe6"}):
         check_error(httpx.post(f"{strict.url}/v1/completions", json=asked, headers=headers), 401, None)
     assert httpx.post(f"{strict.url}/v1/completions", json=asked, headers=AUTHORIZED).status_code == 200
     assert httpx.get(f"{strict.url}/health").json() == {"status": "ready"}
     assert httpx.get(f"{strict.url}/metrics").status_code == 200
-
-
-def test_pages_of_other_sites_may_ask_if_they_were_named(server: Server, strict: Server) -> None:
     org, com, allows = "https://example.org", "https://example.com", "access-control-allow-origin"
     for one, origin, allowed in ((server, org, None), (strict, org, org), (strict, com, None)):
         headers = {"Origin": origin, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
@@ -786,27 +754,22 @@ def test_a_text_that_fails_is_reported_as_a_fault_and_harms_nobody(server: Serve
     assert server.ask(prompt="a", max_tokens=1).status_code == 200
 
 
-def test_the_log_has_a_line_for_each_request_and_no_texts(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_has_a_line_for_each_request(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger=LOG.name):
         asked = {"prompt": TEXTS[0], "max_tokens": 5, "user": "someone", "temperature": 0}
         answer = httpx.post(f"{server.url}/v1/completions", json=asked, headers={"X-Request-Id": "mine-1"})
-        other = server.ask(prompt=TEXTS[0], max_tokens=5, stream=True)
-        names = [one.headers["x-request-id"] for one in (answer, other, server.ask(prompt=TEXTS[0], nonsense=1))]
+        names = [one.headers["x-request-id"] for one in (answer, server.ask(prompt=TEXTS[0], nonsense=1))]
         httpx.get(f"{server.url}/health")
         wait_for(lambda: {*names} <= {json.loads(line)["request"] for line in caplog.messages})
-    assert names[0] == "mine-1"
-    assert re.fullmatch(r"[0-9a-f]{32}", names[1])
     lines = [json.loads(line) for line in caplog.messages]
-    first, second, third = (line for line in lines if line["request"] in names)
+    first, second = (line for line in lines if line["request"] in names)
     assert all(line["path"] != "/health" for line in lines)
+    assert (names[0], answer.json()["id"]) == ("mine-1", "cmpl-mine-1")
+    assert re.fullmatch(r"[0-9a-f]{32}", names[1])
     assert (first["request"], first["status"], first["user"], first["stream"]) == ("mine-1", 200, "someone", False)
-    assert first["completion_tokens"] == second["completion_tokens"] == 5
-    assert (first["finish_reasons"], third["status"]) == (["length"], 400)
-    assert third["error"] == "nonsense isn't supported. Leave it out."
+    assert (first["completion_tokens"], first["finish_reasons"]) == (5, ["length"])
+    assert (second["status"], second["error"]) == (400, "nonsense isn't supported. Leave it out.")
     assert all(datetime.fromisoformat(line["time"]).utcoffset() == timedelta(0) for line in lines)
-    assert answer.json()["id"] == "cmpl-mine-1"
-    assert answer.json()["choices"][0]["text"] not in json.dumps([first, second], ensure_ascii=False)
-    assert TEXTS[0] not in "".join(map(str, (first, second, third)))
 
 
 def test_the_log_counts_what_a_client_that_disconnected_left(server: Server, caplog: pytest.LogCaptureFixture) -> None:
@@ -836,11 +799,13 @@ def test_the_log_has_texts_only_if_requested(
         check_error(server.ask("chat/completions", messages=[{"role": "user", "content": "秘密"}]), 400, "messages")
         wait_for(lambda: len(caplog.messages) == 3)
     first, second, third = map(json.loads, caplog.messages)
+    assert first["completion_tokens"] == 10
     whole = ALONE.generate(TEXTS[0], max_new_tokens=5, do_sample=False).text
     assert (first.get("asked"), first.get("written")) == ((TEXTS[0], [whole, whole]) if texts else (None, None))
     assert second.get("asked") == (CHAT["messages"] if texts else None)
     assert ("秘密" in third["error"]) == texts
     assert texts or third["error"] == "messages: InvalidInputError"
+    assert texts or not any(text in "".join(caplog.messages) for text in (TEXTS[0], whole))
 
 
 def test_metrics_count_what_the_drafts_did() -> None:
@@ -912,29 +877,33 @@ def test_a_client_that_reads_slowly_holds_nobody_up_and_gets_all() -> None:
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole["choices"][0]["text"]
 
 
-async def visitors(one: Server, count: int) -> list[tuple[int, str | None]]:
+async def visitors(one: Server, count: int) -> list[str | None]:
     """Many at once, of ragged lengths; every third hangs up after a piece or before the first. Gives what the others read."""
     async with openai.AsyncOpenAI(base_url=f"{one.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
 
-        async def visit(number: int) -> tuple[int, str | None]:
-            asked: Any = {"model": NAME, **visited(number)}
+        async def visit(number: int) -> str | None:
+            asked: Any = {"model": NAME, **visited(number), "stream": number % 2 == 0}
             if number % 3 == 0:
-                text = asyncio.ensure_future(client.completions.create(**{**asked, "max_tokens": LONG}, stream=number % 2 == 0))
-                if number % 2:
-                    await asyncio.wait((text,), timeout=0.05)
-                    text.cancel()
-                else:
-                    stream = await text
-                    async for _ in stream:
-                        break
-                    await stream.close()
-                return number, None
+                asked["max_tokens"] = LONG
+            answer = asyncio.ensure_future(client.completions.create(**asked))
+            if number % 6 == 3:
+                await asyncio.wait((answer,), timeout=0.05)
+                answer.cancel()
+                return None
             if number % 2:
-                return number, (await client.completions.create(**asked)).choices[0].text
-            stream = await client.completions.create(**asked, stream=True)
-            return number, "".join([chunk.choices[0].text async for chunk in stream])
+                return str((await answer).choices[0].text)
+            async with await answer as stream:
+                pieces = [chunk.choices[0].text async for chunk in first_of(stream, 1 if number % 3 == 0 else LONG)]
+            return None if number % 3 == 0 else "".join(pieces)
 
         return await asyncio.gather(*map(visit, range(count)))
+
+
+async def first_of(stream: Any, count: int) -> AsyncIterator[Any]:
+    async for chunk in stream:
+        yield chunk
+        if (count := count - 1) == 0:
+            break
 
 
 def visited(number: int) -> dict[str, Any]:
@@ -942,26 +911,21 @@ def visited(number: int) -> dict[str, Any]:
     return {**asked, **({"temperature": 0} if number % 4 else {"temperature": 1.0, "seed": number})}
 
 
-@pytest.mark.parametrize("count", [18, *deep(64)])
-def test_many_clients_of_whom_a_third_hang_up(count: int) -> None:
+def test_many_clients_of_whom_a_third_hang_up() -> None:
     """Law 8, through HTTP: all others get the target's own text, and no row leaks."""
     with serving(batch_size=8) as one:
-        found = asyncio.run(visitors(one, count))
+        found = asyncio.run(visitors(one, 18))
         one.until_idle()
-    for number, text in found:
-        if text is not None:
-            assert text == expected(visited(number)["prompt"], visited(number))[0]
+    for number, text in enumerate(found):
+        assert text == (expected(visited(number)["prompt"], visited(number))[0] if number % 3 else None)
 
 
 # the page, the command, the documents
 
 
-def test_the_page_learns_what_is_served(server: Server) -> None:
+def test_the_page_is_there_while_models_are_loaded_and_needs_no_key(server: Server) -> None:
     known = {"model": NAME, "drafts": list(server.service.xt.names), "tokens": 4096, "chats": True, "prompts": []}
     assert httpx.get(f"{server.url}/v1/page").json() == known
-
-
-def test_the_page_is_there_while_models_are_loaded_and_needs_no_key() -> None:
     with Server(Service(NAME), key="secret") as one:
         for path in ("page/main.js", "page/style.css", "page/tints", "view/view.js"):
             assert httpx.get(f"{one.url}/{path}").status_code == 200
@@ -969,8 +933,8 @@ def test_the_page_is_there_while_models_are_loaded_and_needs_no_key() -> None:
             assert httpx.get(f"{one.url}/page/{way_out}").status_code == 404
         assert httpx.get(f"{one.url}/v1/page").status_code == 401
         answer = httpx.get(one.url)
-    assert "default-src 'self'" in answer.headers["content-security-policy"]
-    assert "frame-ancestors 'none'" in answer.headers["content-security-policy"]
+    for rule in ("default-src 'self'", "frame-ancestors 'none'"):
+        assert rule in answer.headers["content-security-policy"]
     assert not re.findall(r"https?://", answer.text)
 
 
@@ -981,21 +945,15 @@ def test_what_serves_is_imported_only_when_it_is_requested() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_a_port_that_is_taken_is_reported_in_one_line() -> None:
-    with listening_socket("127.0.0.1", 0) as first:
-        port = first.getsockname()[1]
-        found = CliRunner().invoke(cli.app, ["serve", "--port", str(port)])
-    assert found.exit_code == 1
-    taken = rf"xtok: 127\.0\.0\.1 port {port} can't be opened for listening: .*in use.*\. Give another --port.*\n"
-    assert re.fullmatch(taken, found.stderr)
-    assert "xtok: nowhere.invalid port" in CliRunner().invoke(cli.app, ["serve", "--host", "nowhere.invalid"]).stderr
-
-
-def test_a_model_that_is_not_there_ends_the_server_by_one_line(tmp_path: Path) -> None:
+def test_a_port_or_a_model_that_is_not_to_be_had_ends_the_server_by_one_line(tmp_path: Path) -> None:
     handlers = signal.getsignal(signal.SIGTERM), list(LOG.handlers)
-    found = CliRunner().invoke(cli.app, ["serve", "--port", "0", "--target", str(tmp_path)])
-    assert found.exit_code == 1
-    assert found.stderr.splitlines()[-1].startswith(f"xtok: The target {tmp_path}")
+    with listening_socket("127.0.0.1", 0) as first:
+        port = str(first.getsockname()[1])
+        taken = rf"xtok: 127\.0\.0\.1 port {port} can't be opened for listening: .*in use.*\. Give another --port.*\n"
+        assert re.fullmatch(taken, run("serve", "--port", port, code=1)[1])
+    assert "xtok: nowhere.invalid port" in run("serve", "--host", "nowhere.invalid", code=1)[1]
+    printed = run("serve", "--port", "0", "--target", str(tmp_path), code=1)[1]
+    assert printed.splitlines()[-1].startswith(f"xtok: The target {tmp_path}")
     assert handlers == (signal.getsignal(signal.SIGTERM), list(LOG.handlers))
 
 
@@ -1012,63 +970,35 @@ def test_a_server_that_ends_finishes_what_it_writes() -> None:
             client.models.list()
 
 
-@contextmanager
-def command(*more: str) -> Iterator[tuple["subprocess.Popen[str]", str, list[str]]]:
-    """`xtok serve` as a process of its own: it, its address once it is ready, and the lines of its log."""
-    started = subprocess.Popen(
-        [sys.executable, "-m", "xtok", "serve", "--port", "0", "--device", "cpu", *more], stderr=subprocess.PIPE, text=True
-    )
-    lines: list[str] = []
-    assert started.stderr is not None
-    try:
-        for line in started.stderr:
-            lines.append(line)
-            if found := re.fullmatch(r"xtok: \S+ is at (http\S+)/v1\n", line):
-                yield started, found[1], lines
-                break
-        else:
-            raise AssertionError(lines)
-        lines.extend(started.stderr)
-    finally:
-        started.kill()
-        started.wait()
-
-
 @pytest.mark.deep
-def test_sigterm_lets_what_runs_end() -> None:
-    """A process that is asked to end finishes the texts that it writes, takes no more, and ends well."""
-    truth = XTokAssisted(TARGET, DRAFT).generate(prompts()[0], max_new_tokens=60, do_sample=False).text
-    with command() as (process, url, lines):
-        asked = {"prompt": prompts()[0], "max_tokens": 60, "temperature": 0}
-        with ThreadPoolExecutor(2) as pool, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-            whole = pool.submit(httpx.post, f"{url}/v1/completions", json=asked, timeout=PATIENCE)
-            stream = client.completions.create(model="xtok-pair", stream=True, **asked)  # type: ignore[call-overload]
-            text = next(iter(stream)).choices[0].text
-            process.send_signal(signal.SIGTERM)
-            text += "".join(chunk.choices[0].text for chunk in stream)
-            assert text == truth == whole.result().json()["choices"][0]["text"]
-        assert process.wait(PATIENCE) == 0
-        with pytest.raises(httpx.ConnectError):
-            httpx.get(f"{url}/health")
-    assert sum('"status": 200' in line for line in lines) == 2
-    assert truth[:9] not in "".join(lines)
-
-
-@pytest.mark.deep
-def test_what_does_not_end_in_time_after_sigterm_is_cut_off() -> None:
-    with command("--drain-seconds", "1", "--max-tokens", "400") as (process, url, lines):
-        body = {"prompt": prompts()[0], "max_tokens": 400, "stream": True, "n": 16, **UNENDING}
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE) as answer:
+def test_after_sigterm_texts_end_or_are_cut_off_in_time() -> None:
+    """A process that is asked to end finishes what it can within its time, takes no more, and ends well."""
+    truth = XTokAssisted(TARGET, DRAFT).generate(prompts()[0], max_new_tokens=9, do_sample=False).text
+    command = [sys.executable, "-m", "xtok", "serve", "--port", "0", "--device", "cpu"]
+    command += ["--drain-seconds", "2", "--max-tokens", "400"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process, ThreadPoolExecutor(1) as pool:
+        assert process.stderr is not None
+        (url,) = next(found for line in process.stderr if (found := re.findall(r"xtok: \S+ is at (http\S+)/v1\n", line)))
+        rest = pool.submit(process.stderr.readlines)
+        long = {"prompt": prompts()[0], "max_tokens": 400, "stream": True, "n": 16, **UNENDING}
+        with httpx.stream("POST", f"{url}/v1/completions", json=long, timeout=PATIENCE) as answer:
             events = answer.iter_lines()
             next(events)
-            process.send_signal(signal.SIGTERM)
+            with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+                short = client.completions.create(
+                    model="xtok-pair", prompt=prompts()[0], max_tokens=9, temperature=0, stream=True
+                )
+                text = next(iter(short)).choices[0].text
+                process.send_signal(signal.SIGTERM)
+                assert text + "".join(chunk.choices[0].text for chunk in short) == truth
             *_, error, done = [line for line in events if line.startswith("data: ")]
-            assert process.wait(PATIENCE) == 0
-    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "server_stopping"
-    assert done == "data: [DONE]"
-    reasons = next(found for line in lines if line.startswith("{") and (found := json.loads(line).get("finish_reasons")))
-    assert reasons == ["error"] * 16
-    assert any("still generating 16 texts, for up to 1 s; Ctrl-C again stops at once" in line for line in lines)
+        assert process.wait(PATIENCE) == 0
+        lines = rest.result()
+    assert (json.loads(error.removeprefix("data: "))["error"]["code"], done) == ("server_stopping", "data: [DONE]")
+    reasons = [json.loads(line).get("finish_reasons") for line in lines if line.startswith("{")]
+    assert sorted(map(str, reasons)) == sorted(map(str, [["error"] * 16, ["length"]]))
+    assert any("for up to 2 s; Ctrl-C again stops at once" in line for line in lines)
+    assert truth[:9] not in "".join(lines)
 
 
 def test_what_the_documents_show_runs(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
