@@ -80,26 +80,23 @@ def read_yaml(name: str) -> Any:
     return yaml.safe_load((SERVING / name).read_text(encoding="utf-8"))
 
 
-def test_options_of_deployments_are_those_of_serve() -> None:
+def test_what_deployments_name_is_there() -> None:
     unit = ConfigParser(strict=False, interpolation=None)
     unit.optionxform = str  # type: ignore[assignment,method-assign]
     unit.read(SERVING / "xtok.service")
     known = {name for one in get_command(app).commands["serve"].params for name in one.opts}  # type: ignore[attr-defined]
-    program, command, *from_unit = shlex.split(unit["Service"]["ExecStart"])
+    program, command, *options = shlex.split(unit["Service"]["ExecStart"])
     assert (Path(program).name, command) == ("xtok", "serve")
-    (entry,) = re.findall(r"^ENTRYPOINT (.*)$", (SERVING / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)
-    given = [*from_unit, *json.loads(entry)[2:], *read_yaml("compose.yaml")["services"]["xtok"]["command"]]
-    assert {option for option in given if option.startswith("-")} <= known
-
-
-def test_what_deployments_name_is_there() -> None:
-    services = read_yaml("compose.yaml")["services"]
+    recipe, services = (SERVING / "Dockerfile").read_text(encoding="utf-8"), read_yaml("compose.yaml")["services"]
+    (entry,) = re.findall(r"^ENTRYPOINT (.*)$", recipe, re.MULTILINE)
+    options += [*json.loads(entry)[2:], *services["xtok"]["command"]]
+    assert {option for option in options if option.startswith("-")} <= known
     mounted = [volume.split(":")[0] for one in services.values() for volume in one.get("volumes", ())]
     assert all((SERVING / path).exists() for path in mounted if path.startswith("."))
     assert (SERVING / services["xtok"]["build"]["context"] / services["xtok"]["build"]["dockerfile"]).is_file()
     (job,) = read_yaml("prometheus.yaml")["scrape_configs"]
     assert job["static_configs"] == [{"targets": ["xtok:8000"]}]
-    copied = re.findall(r"^COPY (.*) \S+$", (SERVING / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)
+    copied = re.findall(r"^COPY (.*) \S+$", recipe, re.MULTILINE)
     assert copied and all((ROOT / name).exists() for line in copied for name in line.split())
 
 

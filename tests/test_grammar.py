@@ -24,13 +24,8 @@ from xtok import Budget, Context, Grammar, TokenRecycling, XTokAssisted, chain
 from xtok.drafts.formats import FormatDrafter
 from xtok.errors import DraftFailedWarning, InvalidInputError
 
-READ = (
-    "byte-level BPE",
-    "byte-level BPE without a regex",
-    "Unigram with byte fallback",
-    "Unigram with NFKC",
-    "SentencePiece BPE",
-)
+BYTE_LEVEL = ("byte-level BPE", "byte-level BPE without a regex")
+READ = (*BYTE_LEVEL, "Unigram with byte fallback", "Unigram with NFKC", "SentencePiece BPE")
 """The families of tokenizers that llguidance reads."""
 ROW: dict[str, Any] = {
     "type": "object",
@@ -97,7 +92,7 @@ SCHEMAS = st.recursive(
 )
 
 
-@examples(40, deadline=None)
+@examples(64, deadline=None)
 @given(
     schema=SCHEMAS,
     family=st.sampled_from(READ),
@@ -144,13 +139,12 @@ def test_a_guide_that_goes_back_and_forth_is_as_a_new_one(schema: Any, family: s
 
 
 def test_what_a_format_forces_is_guessed_and_saves_forwards() -> None:
+    text = "The quick brown fox jumps over the lazy dog. 吾輩は猫である"
     for way in WAYS.values():
         xt = make_target_expensive(XTokAssisted((TARGET, TOKENS), [TokenRecycling()]))
         arguments = {**way, "max_new_tokens": 60, "repetition_penalty": 1.0}
-        found = ids_by(
-            xt, PROMPT, Grammar(held({"const": "The quick brown fox jumps over the lazy dog. 吾輩は猫である"})), **arguments
-        )
-        assert json.loads(found.text) == "The quick brown fox jumps over the lazy dog. 吾輩は猫である"
+        found = ids_by(xt, PROMPT, Grammar(held({"const": text})), **arguments)
+        assert json.loads(found.text) == text
         assert found.stats.target_forwards <= 3
         assert found.stats.accepted_by_draft == (0, found.stats.accepted)
 
@@ -165,16 +159,12 @@ def test_guesses_that_a_format_forbids_take_no_row() -> None:
 
 
 def test_guesses_are_continued_by_what_the_format_forces_after_them() -> None:
-    schema = {"enum": [True, "The quick brown fox"]}
+    schema, context = {"enum": [True, "The quick brown fox"]}, Context([], b"", 0)
     quote = TOKENS.convert_tokens_to_ids("<0x22>")
-    tree = FormatDrafter(Grammar(held(schema)).guide([]), 0).fit(_context([]), chain([quote, 7], probabilities=[0.6, 0.5]), 64)
+    tree = FormatDrafter(Grammar(held(schema)).guide([]), 0).fit(context, chain([quote, 7], probabilities=[0.6, 0.5]), 64)
     assert 'The quick brown fox"' in TOKENS.decode(tree.tokens)
     assert set(tree.probabilities) == {0.6}
-    assert not FormatDrafter(Grammar(held(schema)).guide([]), 0).fit(_context([]), chain([7]), 64)
-
-
-def _context(ids: Sequence[int]) -> Any:
-    return Context(ids, b"", 0)
+    assert not FormatDrafter(Grammar(held(schema)).guide([]), 0).fit(context, chain([7]), 64)
 
 
 class Faulty(Grammar):
@@ -216,7 +206,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
 }
 
 
-@examples(40, deadline=None)
+@examples(64, deadline=None)
 @given(when=st.integers(0, 60), fault=st.sampled_from(sorted(FAULTS)), way=st.sampled_from(sorted(WAYS)))
 def test_a_guide_that_fails_costs_speed_only(when: int, fault: str, way: str) -> None:
     xt = XTokAssisted((TARGET, TOKENS), MADE["several"](), budget=Budget(4, schedule="constant"))

@@ -15,7 +15,7 @@ from console import run
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import DynamicCache
-from worlds import CHAIN, TREE, deep, fitting, tokenizer
+from worlds import TREE, deep, fitting, rising, tokenizer
 
 from xtok import Budget, HeadsDrafter, XTokAssisted, pair, train_heads
 from xtok.align.tokenbytes import token_bytes
@@ -71,14 +71,6 @@ def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["that ship", *deep("sequential", "medusa")])
-def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Heads that guess well, and heads that guess badly."""
-    if request.param == "that ship":
-        return pair.HEADS
-    return trained(tmp_path_factory.mktemp("heads") / "heads.safetensors", kind=request.param).file
-
-
 def test_heads_begin_as_the_target_itself() -> None:
     hidden = torch.randn(3, 8)
     assert torch.equal(MedusaHeads(2, 8)(hidden), hidden[:, None].expand(3, 2, 8))
@@ -128,30 +120,27 @@ def test_the_loss_falls_as_heads_learn(kind: str) -> None:
     assert accuracies(TARGET, heads, ROWS, LAYERS, 2)[1][0] > 0.7
 
 
-@pytest.mark.parametrize("step", range(3))
-def test_what_is_learnt_is_what_is_guessed_later(step: int) -> None:
+def test_what_is_learnt_is_what_is_guessed_later() -> None:
     """Each step of training gives the logits that guessing gives after as many guessed ids: one forward pass after another."""
     heads, inputs = untrained("sequential"), batch(ROWS[:2])
-    learnt = [logits for logits, *_ in _guesses(TARGET, heads, inputs, LAYERS, 3)][step]
-    places = inputs["labels"][:, 2 + step :] != IGNORED
-    hidden, found = _hidden(TARGET, inputs, LAYERS).double(), []
-    for row, place in places.nonzero().tolist():
-        ids, cache = inputs["input_ids"][row], DynamicCache()
-        states = heads.fused(hidden[row : row + 1, : place + 1])
-        states, _ = heads.step(ids[None, 1 : place + 2], states, **{CACHE: cache})
-        for guess in range(step):
-            states, _ = heads.step(ids[None, place + 2 + guess : place + 3 + guess], states[:, -1:], **{CACHE: cache})
-        found.append(heads.logits_of(heads.out(states[0, -1])))
-    assert torch.allclose(torch.stack(found).float(), learnt, atol=1e-4)
+    hidden = _hidden(TARGET, inputs, LAYERS).double()
+    for step, (learnt, *_) in enumerate(_guesses(TARGET, heads, inputs, LAYERS, 3)):
+        places, found = inputs["labels"][:, 2 + step :] != IGNORED, []
+        for row, place in places.nonzero().tolist():
+            ids, cache = inputs["input_ids"][row], DynamicCache()
+            states = heads.fused(hidden[row : row + 1, : place + 1])
+            states, _ = heads.step(ids[None, 1 : place + 2], states, **{CACHE: cache})
+            for guess in range(step):
+                states, _ = heads.step(ids[None, place + 2 + guess : place + 3 + guess], states[:, -1:], **{CACHE: cache})
+            found.append(heads.logits_of(heads.out(states[0, -1])))
+        assert torch.allclose(torch.stack(found).float(), learnt, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("budget", "sampled"), [(None, False), (TREE, True), *deep((None, True), (TREE, False), (CHAIN, False), (CHAIN, True))]
-)
-def test_what_is_generated_does_not_depend_on_heads(file: Path, budget: Budget | None, sampled: bool) -> None:
+@pytest.mark.parametrize(("budget", "sampled"), [(None, False), (TREE, True)])
+def test_what_is_generated_does_not_depend_on_heads(budget: Budget | None, sampled: bool) -> None:
     target = load(pair.TARGET, "target")
     asked: dict[str, Any] = {"max_new_tokens": 24, "do_sample": sampled} | ({"temperature": 0.7, "seed": 5} if sampled else {})
-    helped, alone = XTokAssisted(target, HeadsDrafter(file), budget=budget), XTokAssisted(target)
+    helped, alone = XTokAssisted(target, HeadsDrafter(pair.HEADS), budget=budget), XTokAssisted(target)
     for prompt in PROMPTS[:2]:
         generation = helped.generate(prompt, **asked)
         assert generation.token_ids == alone.generate(prompt, **asked).token_ids
@@ -199,12 +188,6 @@ def heads_for(path: Path, **changed: Any) -> Path:
     return path
 
 
-def test_heads_of_another_size_than_they_say_are_refused(tmp_path: Path) -> None:
-    save_heads(MedusaHeads(2, 16), described(TARGET, token_bytes(TOKENS)), tmp_path / "h")
-    with pytest.raises(InvalidInputError, match="whose hidden size is 16"):
-        XTokAssisted((TARGET, TOKENS), HeadsDrafter(tmp_path / "h"))
-
-
 def test_heads_guess_after_a_carried_token(tmp_path: Path) -> None:
     save_heads(MedusaHeads(1, 32), described(TARGET, token_bytes(TOKENS)), tmp_path / "h")
     request = Request(XTokAssisted((TARGET, TOKENS)).target.vocabulary, Meter(), model=TARGET, hidden_layers=(-1,))
@@ -225,13 +208,14 @@ def test_a_target_may_change_its_precision_after_it_was_handed_in(tmp_path: Path
 OTHER_WEIGHTS = described(fitting(TOKENS, "Llama", 5), token_bytes(TOKENS)).weights
 
 
-@pytest.mark.parametrize(
-    ("changed", "match"), [({"vocabulary": "abc"}, "whose vocabulary is"), ({"weights": OTHER_WEIGHTS}, "with other weights")]
-)
-def test_heads_of_another_target_are_refused(tmp_path: Path, changed: dict[str, Any], match: str) -> None:
-    wrong = HeadsDrafter(heads_for(tmp_path / "wrong", **changed))
-    with pytest.raises(InvalidInputError, match=f"{match}.*xtok train-heads"):
-        XTokAssisted((TARGET, TOKENS), wrong)
+def test_heads_of_another_target_are_refused(tmp_path: Path) -> None:
+    wrong = {"whose vocabulary is": {"vocabulary": "abc"}, "with other weights": {"weights": OTHER_WEIGHTS}}
+    for match, changed in wrong.items():
+        with pytest.raises(InvalidInputError, match=f"{match}.*xtok train-heads"):
+            XTokAssisted((TARGET, TOKENS), HeadsDrafter(heads_for(tmp_path / "wrong", **changed)))
+    save_heads(MedusaHeads(2, 16), described(TARGET, token_bytes(TOKENS)), tmp_path / "h")
+    with pytest.raises(InvalidInputError, match="whose hidden size is 16"):
+        XTokAssisted((TARGET, TOKENS), HeadsDrafter(tmp_path / "h"))
     assert XTokAssisted((TARGET, TOKENS), HeadsDrafter(heads_for(tmp_path / "unknown", weights=()))).names
 
 
@@ -258,32 +242,6 @@ def test_heads_whose_file_names_the_target_are_taken(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "wrong", metadata={"xtok": json.dumps({**known, "weights": [1.0]})})
     with pytest.raises(InvalidInputError, match="it has 1 values of the target's embedding"):
         HeadsDrafter(tmp_path / "wrong")
-
-
-def test_a_file_that_holds_no_heads_is_refused(tmp_path: Path) -> None:
-    empty, other, garbage = tmp_path / "empty", tmp_path / "other", tmp_path / "garbage"
-    save_file({"weight": torch.zeros(2, 3)}, other)
-    empty.touch()
-    garbage.write_bytes(b"\x00" * 99)
-    save_file(
-        {"weight": torch.zeros(2, 3), "bias": torch.zeros(2)}, tmp_path / "shape", metadata={"xtok": json.dumps({"a": 1})}
-    )
-    for file in (empty, other, garbage, tmp_path / "shape"):
-        with pytest.raises(InvalidInputError, match="holds no heads"):
-            HeadsDrafter(file)
-
-
-def rising(calls: int, last: BaseException) -> Any:
-    """In place of a measurement: it rises at each call, until `last` is raised after so many calls."""
-    figures = iter(range(1, calls + 1))
-
-    def measured(*_: Any, **__: Any) -> tuple[float, dict[str, float]]:
-        figure = next(figures, None)
-        if figure is None:
-            raise last
-        return float(figure), {}
-
-    return measured
 
 
 @pytest.mark.parametrize("kind", ["sequential", "medusa"])
@@ -316,26 +274,17 @@ def test_heads_that_can_not_be_written_whole_leave_those_before(tmp_path: Path, 
     assert (tmp_path / "h").read_bytes() == whole[1]
 
 
-@pytest.mark.parametrize("length", [2, 3, 4, 6])
-def test_texts_shorter_than_the_steps_of_heads_are_learnt(length: int) -> None:
+def test_texts_shorter_than_the_steps_of_heads_are_learnt() -> None:
     """Found with a target that ends its texts early: tensors of other sizes didn't match."""
-    rows = [example([3], list(range(4, 3 + length)))] * 2
     info = replace(described(TARGET, token_bytes(TOKENS)), layers=(1, -1), window=9)
-    heads = _untrained(TARGET, info, rows, 5, 64, None)
-    if length > 2:
-        assert torch.isfinite(loss_of(TARGET, heads, batch(rows), info.layers, 5))
-    found = accuracies(TARGET, heads, rows, info.layers, 5)
-    assert len(found) == max(0, length - 2), "nothing was measured at later steps"
-    assert all(0 <= one <= 1 for step in found for one in step)
-
-
-def test_a_file_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
-    """Found with a path that named the target's own weights."""
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(b"weights")
-    with pytest.raises(InvalidInputError, match=r"exists, where the heads would be written"):
-        trained(file)
-    assert file.read_bytes() == b"weights" and [*tmp_path.iterdir()] == [file]
+    for length in (2, 3, 4, 6):
+        rows = [example([3], list(range(4, 3 + length)))] * 2
+        heads = _untrained(TARGET, info, rows, 5, 64, None)
+        if length > 2:
+            assert torch.isfinite(loss_of(TARGET, heads, batch(rows), info.layers, 5))
+        found = accuracies(TARGET, heads, rows, info.layers, 5)
+        assert len(found) == length - 2, "nothing was measured at later steps"
+        assert all(0 <= one <= 1 for step in found for one in step)
 
 
 @pytest.mark.parametrize("kind", ["sequential", *deep("medusa")])
@@ -352,12 +301,18 @@ def test_the_command_trains_and_prints_how_often_heads_were_right(tmp_path: Path
     assert len(found.accuracy) == 2 and (found.window is None) == (kind == "medusa")
 
 
-def test_settings_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+def test_settings_that_make_no_sense_and_files_that_are_there_are_refused(tmp_path: Path) -> None:
+    """Found with a path that named the target's own weights."""
     wrong = {"steps": 0, "hours": 0, "kind": "other", "size": 3, "vocabulary": 1, "sampled": 2, "temperature": 0}
     for name, value in wrong.items():
         with pytest.raises(InvalidInputError, match=name):
             trained(tmp_path / "h", **{name: value})
         assert not list(tmp_path.iterdir())
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"weights")
+    with pytest.raises(InvalidInputError, match=r"exists, where the heads would be written"):
+        trained(file)
+    assert file.read_bytes() == b"weights" and [*tmp_path.iterdir()] == [file]
 
 
 @pytest.mark.parametrize("size", [None, 64, 100, 640, 704])

@@ -80,32 +80,33 @@ def test_output_is_input_of_the_next_request(client: openai.OpenAI, writes: Any)
     assert [call["id"] for call in chat.messages[2]["tool_calls"]] == [item.call_id for item in first.output[2:]]
 
 
-def test_texts_are_held_to_formats_and_calls_are_forced() -> None:
+def test_texts_are_held_to_formats_and_calls_are_forced(writes: Any, client: openai.OpenAI) -> None:
+    """Found in reports of other servers' users: the JSON was in the reasoning, and the text empty."""
     held: Any = {"format": {"type": "json_schema", "name": "n", "schema": {"enum": ["猫", "犬"]}}}
     short = [{"type": "function", "name": "f", "parameters": {"enum": [{"n": 1}]}}]
     tokens = deepcopy(TOKENS)
     tokens.chat_template = CHATS.replace("<think>", "")
-    with serving(XTokAssisted((LM, tokens))) as one, one.client() as client:
-        assert json.loads(answered(client, False, text=held).output_text) in ("猫", "犬")
+    with serving(XTokAssisted((LM, tokens))) as one, one.client() as own:
+        assert json.loads(answered(own, False, text=held).output_text) in ("猫", "犬")
         for choice in ("required", {"type": "function", "name": "f"}):
-            (call,) = answered(client, True, tools=short, tool_choice=choice, parallel_tool_calls=False).output
+            (call,) = answered(own, True, tools=short, tool_choice=choice, parallel_tool_calls=False).output
             assert (call.name, json.loads(call.arguments)) == ("f", {"n": 1})
+    writes('見よう。</think>\n\n"猫"')
+    response = answered(client, True, text=held, extra_body={"chat_template_kwargs": {"ending": "<think>\n"}})
+    assert (response.output_text, response.output[0].content[0].text) == ('"猫"', "見よう。")
 
 
-@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
-def test_a_text_that_fails_is_reported(client: openai.OpenAI, writes: Any, streamed: bool, monkeypatch: Any) -> None:
+def test_a_text_that_fails_is_reported(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(self: Any, text: str) -> Any:
         raise RuntimeError("secret")
 
     monkeypatch.setattr("xtok.serving.http.reading.Reader.read", fails)
-    if streamed:
-        *_, last = client.responses.create(**ASKED, stream=True)
-        assert (last.type, last.response.status, last.response.error.code) == ("response.failed", "failed", "server_error")
-        assert "RuntimeError" in last.response.error.message
-        assert "secret" not in last.response.error.message
-    else:
-        with pytest.raises(openai.InternalServerError, match="RuntimeError"):
-            answered(client, False)
+    *_, last = client.responses.create(**ASKED, stream=True)
+    assert (last.type, last.response.status, last.response.error.code) == ("response.failed", "failed", "server_error")
+    assert "RuntimeError" in last.response.error.message
+    assert "secret" not in last.response.error.message
+    with pytest.raises(openai.InternalServerError, match="RuntimeError"):
+        answered(client, False)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -128,36 +129,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("body", "param"), REFUSED, ids=lambda one: str(one)[:40])
-def test_what_is_not_kept_is_refused_by_the_fields_name(server: Server, body: dict[str, Any], param: str) -> None:
-    for streamed in (False, True):
-        check_error(server.ask("responses", **{"input": "a", "stream": streamed, **body}), 400, param)
+def test_what_is_not_kept_is_refused_by_the_fields_name(server: Server) -> None:
+    for body, param in REFUSED:
+        for streamed in (False, True):
+            check_error(server.ask("responses", **{"input": "a", "stream": streamed, **body}), 400, param)
     assert server.ask("responses/resp_1").status_code in (404, 405)
 
 
-def test_limits_are_those_of_chats() -> None:
-    with serving(XTokAssisted((LM, TOKENS)), limits=Limits(tokens=4), key="k") as one:
-        assert one.ask("responses", input="a").status_code == 401
-        with one.client(api_key="k") as client:
-            assert client.responses.create(model="tiny", input="a").usage.output_tokens == 4  # type: ignore[union-attr]
-
-
-def test_a_format_holds_after_the_reasoning(client: openai.OpenAI, writes: Any) -> None:
-    """Found in reports of other servers' users: the JSON was in the reasoning, and the text empty."""
-    writes('見よう。</think>\n\n{"n": 7}')
-    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
-    for held in ({"type": "json_schema", "name": "n", "schema": schema}, {"type": "json_object"}):
-        for streamed in (False, True):
-            opened = {"chat_template_kwargs": {"ending": "<think>\n"}}
-            response = answered(client, streamed, text={"format": held}, extra_body=opened)
-            assert response.output_text == '{"n": 7}'
-            assert response.output[0].content[0].text == "見よう。"
-
-
 def test_what_agents_send_is_taken_and_what_has_no_effect_is_logged(
-    client: openai.OpenAI,
-    writes: Any,
-    caplog: pytest.LogCaptureFixture,
+    client: openai.OpenAI, writes: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Found in reports of other servers' users: agents of OpenAI and others were refused at the first of these."""
     caplog.set_level(logging.INFO, logger=LOG.name)
@@ -188,9 +168,11 @@ def test_what_agents_send_is_taken_and_what_has_no_effect_is_logged(
     assert [set(json.loads(record.message).get("ignored", [])) for record in caplog.records] == [names] * 3 + [set()]
 
 
-def test_a_limit_beyond_what_fits_is_cut(client: openai.OpenAI) -> None:
-    with serving(XTokAssisted((LM, TOKENS)), limits=Limits(tokens=6, default=5)) as one, one.client() as own:
-        for limit, count in ((10**6, 6), (None, 5), (4, 4)):
-            response = own.responses.create(model="tiny", input="a", max_output_tokens=limit, temperature=0)
-            assert response.usage is not None
-            assert (response.status, response.usage.output_tokens) == ("incomplete", count)
+def test_limits_are_those_of_chats() -> None:
+    with serving(XTokAssisted((LM, TOKENS)), limits=Limits(tokens=6, default=5), key="k") as one:
+        assert one.ask("responses", input="a").status_code == 401
+        with one.client(api_key="k") as own:
+            for limit, count in ((10**6, 6), (None, 5), (4, 4)):
+                response = own.responses.create(model="tiny", input="a", max_output_tokens=limit, temperature=0)
+                assert response.usage is not None
+                assert (response.status, response.usage.output_tokens) == ("incomplete", count)

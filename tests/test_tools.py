@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 import torch
+from console import run
 from hypothesis import example, given
 from hypothesis import strategies as st
 from servers import CALL, CHATS, QUESTION, ROOT, TOOLS, Server, calling_client, calling_server, held_to, serving, tools, writing
@@ -16,17 +17,16 @@ from servers import CALLING_LM as LM
 from servers import CALLING_TOKENS as TOKENS
 from test_batches import WIDE
 from tokenizers import AddedToken
-from typer.testing import CliRunner
-from worlds import deep, examples, fitting, in_turns, tokenizer
+from worlds import examples, fitting, in_turns, tokenizer
 
 from xtok import PromptLookup, XTokAssisted
-from xtok.cli import commands as cli
 from xtok.errors import InvalidInputError, UnsupportedArgumentError
 from xtok.serving.http.formats import CALL_FORMATS, Format, Parsers, format_for, format_of
 from xtok.serving.http.grammars import matcher_for
-from xtok.serving.http.protocol import Chat, Limits, RequestError, read
+from xtok.serving.http.protocol import Chat, Limits, RequestError, fields_of, read
 from xtok.serving.http.reading import Part, Reader, Written
 from xtok.serving.http.requests import submissions_of
+from xtok.serving.http.responses import Responses, chat_of
 
 server, client, writes = calling_server, calling_client, writing
 THINK = ("<think>", "</think>")
@@ -103,21 +103,7 @@ def test_a_text_is_read_as_what_it_means_whatever_its_pieces(name: str, prompt: 
         assert said(written(reader_for(name, prompt), pieces)) == expected
 
 
-MARKS = [
-    "<tool_call>",
-    "</tool_call>",
-    "<think>",
-    "</think>",
-    "[TOOL_CALLS]",
-    "<|python_tag|>",
-    CALL,
-    "{",
-    "}",
-    "\n",
-    " ",
-    "<",
-    "猫",
-]
+MARKS = ["<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "<|python_tag|>", CALL, *"{}\n <猫"]
 
 
 @examples(400)
@@ -137,10 +123,10 @@ def test_a_text_without_marks_is_content_to_the_character(text: str) -> None:
 
 
 def test_no_more_calls_are_reported_than_may_be() -> None:
-    found = written(reader_for("hermes", "", most=1), [f"<tool_call>{CALL}</tool_call>" * 3])
-    assert len(found.calls) == 1
-    assert len({call.id for call in written(reader_for("hermes", ""), [f"<tool_call>{CALL}</tool_call>" * 3]).calls}) == 3
-    assert re.fullmatch("[a-z0-9]{9}", found.calls[0].id)  # templates of Mistral take no others
+    pieces = [f"<tool_call>{CALL}</tool_call>" * 3]
+    assert len(written(reader_for("hermes", "", most=1), pieces).calls) == 1
+    ids = {call.id for call in written(reader_for("hermes", ""), pieces).calls}
+    assert len(ids) == 3 and all(re.fullmatch("[a-z0-9]{9}", one) for one in ids)  # templates of Mistral take no others
 
 
 TEMPLATES = {
@@ -170,8 +156,7 @@ def test_a_parser_that_is_not_there_is_refused() -> None:
         Parsers("gpt")
     with pytest.raises(InvalidInputError, match="--reasoning-parser is 'gpt'"):
         Parsers(reasoning="gpt")
-    found = CliRunner().invoke(cli.app, ["serve", "--port", "0", "--tool-call-parser", "gpt"])
-    assert (found.exit_code, found.stderr.count("xtok: --tool-call-parser is 'gpt'")) == (1, 1)
+    assert run("serve", "--port", "0", "--tool-call-parser", "gpt", code=1)[1].count("xtok: --tool-call-parser is 'gpt'") == 1
 
 
 def asked(client: openai.OpenAI, streamed: bool, **more: Any) -> tuple[Any, str]:
@@ -184,36 +169,70 @@ def asked(client: openai.OpenAI, streamed: bool, **more: Any) -> tuple[Any, str]
     return choice.message, choice.finish_reason
 
 
-@pytest.mark.parametrize("streamed", [*deep(False), True], ids=["whole", "streamed"])
-def test_calls_and_reasoning_reach_the_client(client: openai.OpenAI, writes: Any, streamed: bool) -> None:
-    writes(f"<think>\n見よう。</think>\n\n待て。<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{CALL}\n</tool_call>")
-    message, reason = asked(client, streamed, tools=TOOLS)
-    assert (message.content, message.reasoning_content, reason) == ("待て。", "見よう。", "tool_calls")
-    assert [(call.type, call.function.name, call.function.arguments) for call in message.tool_calls] == [
-        ("function", "weather", '{"city": "京都"}')
-    ] * 2
-    assert len(asked(client, streamed, tools=TOOLS, parallel_tool_calls=False)[0].tool_calls) == 1
-    for more in ({}, {"tools": TOOLS, "tool_choice": "none"}):  # nothing may be called, so it is text
+SCHEMA = {"type": "object", "properties": {"n": {"enum": [7, 8]}}, "required": ["n"], "additionalProperties": False}
+HELD = held_to(SCHEMA)
+OPENED: Any = {"extra_body": {"chat_template_kwargs": {"ending": "<think>\n"}}}
+WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "a"}}\n</tool_call>'
+AUTO: Any = {**HELD, "tools": TOOLS[:1]}
+CALLS = f"待て。<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{CALL}\n</tool_call>"
+STOPS = ["Q:", "\n\n"]
+QUOTED = CALL.replace("京都", "a\\n\\nQ:")
+ANSWERED: dict[str, list[tuple[str, dict[str, Any], tuple[str | None, str | None, list[str], str]]]] = {
+    "calls and reasoning": [
+        (f"<think>\n見よう。</think>\n\n{CALLS}", {"tools": TOOLS}, ("待て。", "見よう。", ["京都"] * 2, "tool_calls")),
+        (CALLS, {"tools": TOOLS, "parallel_tool_calls": False}, ("待て。", None, ["京都"], "tool_calls")),
+        (CALLS, {}, (CALLS, None, [], "stop")),
+        (CALLS, {"tools": TOOLS, "tool_choice": "none"}, (CALLS, None, [], "stop")),
+        (WEATHER, {"tools": TOOLS}, (None, None, ["a"], "tool_calls")),
+        ("晴れ", {"tools": TOOLS}, ("晴れ", None, [], "stop")),
+    ],
+    "a format holds after the reasoning": [  # found in reports of other servers' users: the JSON was in it, no content
+        *(
+            (f'{begun}見る {{ "n": 5 }}</think>\n\n{{"n": 7}}', {**held, **opened}, ('{"n": 7}', '見る { "n": 5 }', [], "stop"))
+            for held in (HELD, {"response_format": {"type": "json_object"}})
+            for begun, opened in (("<think>\n", {}), ("", OPENED))
+        ),
+        ('{"n": 7}', HELD, ('{"n": 7}', None, [], "stop")),
+    ],
+    "calls may take the place of a format": [  # found in reports of other servers' users: the grammar made them impossible
+        (WEATHER, AUTO, (None, None, ["a"], "tool_calls")),
+        ('{"n": 8}', AUTO, ('{"n": 8}', None, [], "stop")),
+    ],
+    "stops are looked for in content alone": [  # found in reports of other servers' users: with stops, answers were empty
+        (
+            f"<think>\nQ: a\n\nb</think>\n\n待て。 Q<tool_call>{QUOTED}</tool_call>",
+            {"tools": TOOLS, "stop": STOPS},
+            ("待て。 Q", "Q: a\n\nb", ["a\n\nQ:"], "tool_calls"),
+        ),
+        *(
+            (f"<think>\nQ: a\n\n</think>\n\n{text}", {"stop": STOPS}, (content, "Q: a", [], "stop"))
+            for text, content in (("はい\n\nQ", "はい"), ("は Q: い", "は "), ("は Q", "は Q"))
+        ),
+    ],
+}
+"""What the target writes, what else is asked for, and the content, reasoning, cities and finish reason of the answer."""
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("name", ANSWERED)
+def test_calls_and_reasoning_reach_the_client(client: openai.OpenAI, writes: Any, name: str, streamed: bool) -> None:
+    for text, more, expected in ANSWERED[name]:
+        writes(text)
         message, reason = asked(client, streamed, **more)
-        assert (message.content.count("<tool_call>"), message.tool_calls, reason) == (2, None, "stop")
+        cities = [json.loads(call.function.arguments)["city"] for call in message.tool_calls or ()]
+        assert (message.content, getattr(message, "reasoning_content", None), cities, reason) == expected
+        assert all((call.type, call.function.name) == ("function", "weather") for call in message.tool_calls or ())
 
 
-def test_a_call_alone_has_no_content_and_a_text_no_calls(client: openai.OpenAI, writes: Any) -> None:
-    writes(f"<tool_call>\n{CALL}\n</tool_call>")
-    message, _ = asked(client, False, tools=TOOLS)
-    assert message.content is None
-    writes('<tool_call>{"name": "weather", "arguments": " "}</tool_call>')
-    assert asked(client, False, tools=TOOLS)[0].tool_calls[0].function.arguments == "{}"
-    writes("晴れ")
-    message, reason = asked(client, False, tools=TOOLS)
-    assert (message.content, message.tool_calls, reason) == ("晴れ", None, "stop")
-
-
-def test_a_call_that_is_cut_off_is_text(client: openai.OpenAI, writes: Any) -> None:
+def test_a_call_that_is_cut_off_is_text_and_one_without_arguments_has_an_empty_object(
+    client: openai.OpenAI, writes: Any
+) -> None:
     writes(f"<tool_call>\n{CALL}\n</tool_call>")
     message, reason = asked(client, False, tools=TOOLS, max_tokens=12)
     assert message.content.startswith("<tool_call>")
     assert (message.tool_calls, reason) == (None, "length")
+    writes('<tool_call>{"name": "weather", "arguments": " "}</tool_call>')
+    assert asked(client, False, tools=TOOLS)[0].tool_calls[0].function.arguments == "{}"
 
 
 @pytest.mark.parametrize(("streamed", "name"), in_turns([False, True], ["mistral", "own"]))
@@ -231,12 +250,11 @@ def test_control_tokens_mark_calls(writes: Any, streamed: bool, name: str) -> No
     assert json.loads(message.tool_calls[0].function.arguments) == {"city": "京都"}
 
 
-@pytest.mark.parametrize("n", [1, 2])
-def test_log_probabilities_of_a_chat_with_calls_are_those_of_all_ids(client: openai.OpenAI, writes: Any, n: int) -> None:
+def test_log_probabilities_of_a_chat_with_calls_are_those_of_all_ids(client: openai.OpenAI, writes: Any) -> None:
     writes(f"待て<tool_call>{CALL}</tool_call>")
     count = len(TOKENS(f"待て<tool_call>{CALL}</tool_call>", add_special_tokens=False).input_ids) + 1  # the end of text
-    whole = client.chat.completions.create(**QUESTION, tools=TOOLS, logprobs=True, n=n)
-    chunks = list(client.chat.completions.create(**QUESTION, tools=TOOLS, logprobs=True, n=n, stream=True))
+    whole = client.chat.completions.create(**QUESTION, tools=TOOLS, logprobs=True, n=2)
+    chunks = list(client.chat.completions.create(**QUESTION, tools=TOOLS, logprobs=True, n=2, stream=True))
     for choice in whole.choices:
         found = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == choice.index]
         streamed = [one.token for part in found if part.logprobs for one in part.logprobs.content]
@@ -316,24 +334,6 @@ def test_a_message_needs_content_or_calls(client: openai.OpenAI) -> None:
         client.chat.completions.create(model="tiny", messages=[{"role": "user"}], max_tokens=1)  # type: ignore[typeddict-item]
 
 
-SCHEMA = {"type": "object", "properties": {"n": {"enum": [7, 8]}}, "required": ["n"], "additionalProperties": False}
-HELD = held_to(SCHEMA)
-OPENED: Any = {"extra_body": {"chat_template_kwargs": {"ending": "<think>\n"}}}
-
-
-@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("opened", [False, True], ids=["begun by the target", "opened by the prompt"])
-def test_a_response_format_holds_after_the_reasoning(client: openai.OpenAI, writes: Any, opened: bool, streamed: bool) -> None:
-    """Found in reports of other servers' users: the JSON was in the reasoning, and the content empty."""
-    writes(("" if opened else "<think>\n") + '見る { "n": 5 }</think>\n\n{"n": 7}')
-    for held in (HELD, {"response_format": {"type": "json_object"}}):
-        message, reason = asked(client, streamed, **held, **(OPENED if opened else {}))
-        assert (message.content, message.reasoning_content, reason) == ('{"n": 7}', '見る { "n": 5 }', "stop")
-    if not opened:
-        writes('{"n": 7}')
-        assert asked(client, streamed, **HELD)[0].content == '{"n": 7}'
-
-
 def allows(text: str, template: str, **more: Any) -> bool:
     """Whether the grammar of a chat allows a whole text. `template`: what the target's chat template holds besides."""
     tokens = deepcopy(TOKENS)
@@ -344,10 +344,6 @@ def allows(text: str, template: str, **more: Any) -> bool:
     ids = tokens("a<think>\n\n</think>\n" if "closed" in template else "a<think>" if "opened" in template else "a").input_ids
     matcher = matcher_for(body, known, xt, ids)
     return all(map(matcher.try_consume_tokens, [[token] for token in tokens(text).input_ids])) and matcher.is_accepting()
-
-
-WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "a"}}\n</tool_call>'
-AUTO: Any = {**HELD, "tools": TOOLS[:1]}
 
 
 @pytest.mark.parametrize(
@@ -373,37 +369,12 @@ def test_grammars_allow_reasoning_then_calls_or_the_schema(template: str, more: 
     assert [text for text in forbidden if allows(text, template, **more)] == []
 
 
-@pytest.mark.parametrize("template", ['tool_calls "parameters": ', "<tool_call><function=", "-"])
-def test_tools_and_a_format_that_cannot_be_told_apart_are_refused(template: str) -> None:
-    with pytest.raises(RequestError, match="response_format can't be combined with tools") as refused:
-        allows("", template, **AUTO)
-    assert refused.value.body["error"]["param"] == "response_format"
-    assert allows('{"n": 7}', template, **AUTO, tool_choice="none")
-
-
-@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
-def test_calls_may_take_the_place_of_a_format(client: openai.OpenAI, writes: Any, streamed: bool) -> None:
-    """Found in reports of other servers' users: the grammar made calls impossible, and nothing said so."""
-    writes(WEATHER)
-    message, reason = asked(client, streamed, tools=TOOLS[:1], **HELD)
-    assert (reason, json.loads(message.tool_calls[0].function.arguments)) == ("tool_calls", {"city": "a"})
-    writes('{"n": 8}')
-    assert asked(client, streamed, tools=TOOLS[:1], **HELD)[0].content == '{"n": 8}'
-
-
-@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
-def test_stops_are_looked_for_in_content_alone(client: openai.OpenAI, writes: Any, streamed: bool) -> None:
-    """Found in reports of other servers' users: lm-eval sends stops with each chat, and answers were empty."""
-    call = CALL.replace("京都", "a\\n\\nQ:")
-    writes(f"<think>\nQ: a\n\nb</think>\n\n待て。 Q<tool_call>{call}</tool_call>")
-    stops = ["Q:", "\n\n"]
-    message, reason = asked(client, streamed, tools=TOOLS, stop=stops)
-    assert (message.reasoning_content, message.content, reason) == ("Q: a\n\nb", "待て。 Q", "tool_calls")
-    assert json.loads(message.tool_calls[0].function.arguments) == {"city": "a\n\nQ:"}
-    for text, content in (("はい\n\nQ", "はい"), ("は Q: い", "は "), ("は Q", "は Q")):
-        writes(f"<think>\nQ: a\n\n</think>\n\n{text}")
-        message, reason = asked(client, streamed, stop=stops)
-        assert (message.reasoning_content, message.content, reason) == ("Q: a", content, "stop")
+def test_tools_and_a_format_that_cannot_be_told_apart_are_refused() -> None:
+    for template in ('tool_calls "parameters": ', "<tool_call><function=", "-"):
+        with pytest.raises(RequestError, match="response_format can't be combined with tools") as refused:
+            allows("", template, **AUTO)
+        assert refused.value.body["error"]["param"] == "response_format"
+        assert allows('{"n": 7}', template, **AUTO, tool_choice="none")
 
 
 @examples(400)
@@ -425,18 +396,14 @@ def test_content_ends_before_its_first_stop_whatever_was_thought(pieces: list[st
 
 
 @pytest.mark.parametrize("given", ["", " \n", "{}", '{"city": 5}', "a city", "[1]", '{"city": ', "[" * 9000 + "]" * 9000])
-def test_calls_that_are_sent_back_are_taken_whatever_their_arguments(client: openai.OpenAI, given: str) -> None:
+def test_calls_that_are_sent_back_are_taken_whatever_their_arguments(given: str) -> None:
     """Found in reports of other servers' users: one such call, and each later turn of the chat was refused."""
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": given}}
     for message in ({"role": "assistant", "tool_calls": [call]}, {"role": "assistant", "content": "a", "tool_calls": []}):
-        chat: Any = [*QUESTION["messages"], message, {"role": "user", "content": "b"}]
-        found = client.chat.completions.create(**{**QUESTION, "messages": chat, "max_tokens": 1}, tools=TOOLS)
-        assert found.usage is not None
-    item: Any = {"type": "function_call", "call_id": "call_1", "name": "weather", "arguments": given}
-    assert (
-        client.responses.create(model="tiny", input=[{"role": "user", "content": "天気は"}, item], max_output_tokens=16).usage
-        is not None
-    )
+        assert rendered(CHATS, ("user", "天気は"), message, ("user", "b"), tools=TOOLS)
+    item = {"type": "function_call", "call_id": "call_1", "name": "weather", "arguments": given}
+    body = json.dumps({"input": [{"role": "user", "content": "天気は"}, item]})
+    assert submissions_of(chat_of(fields_of(Responses, body.encode())), XTokAssisted((LM, TOKENS)), Limits())
 
 
 TURN = "{{ m.role }}:{{ m.content }}{{ '\\n' }}"

@@ -21,13 +21,11 @@ from front_door import BYTES, OTHER, PROMPT, TARGET, TEMPLATE, TOKENS, with_temp
 from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 from worlds import TREE_3, examples, texts
 
 import xtok
 from xtok import Budget, HeadsDrafter, PromptLookup, XTokAssisted
 from xtok.align.tokenbytes import token_bytes
-from xtok.cli import commands as cli
 from xtok.drafts.heads import described, save_heads
 from xtok.drafts.medusa import MedusaHeads
 from xtok.errors import DraftFailedWarning, InvalidInputError, UnsupportedModelError, XTokError
@@ -484,19 +482,6 @@ def test_any_chat_is_read_as_the_target_reads_it_or_refused(chat: Any) -> None:
     assert CHATTING.generate(PROMPT, **GREEDY).token_ids == EXPECTED
 
 
-@examples(25)
-@given(st.dictionaries(st.sampled_from(["depth", "width", "nodes", "longest", "schedule", "confidence"]), ODD, max_size=3))
-@example({"longest": "x"})
-@example({"confidence": "x"})
-def test_any_budget_is_kept_to_or_refused(settings: dict[str, Any]) -> None:
-    budget = tried(lambda: Budget(**settings))
-    assert agree(budget, None, drawn=True), budget.error
-    if not isinstance(budget, Gone):
-        xt = XTokAssisted((TARGET, TOKENS), (OTHER, BYTES), budget=budget)
-        generation = xt.generate(PROMPT, **GREEDY)
-        assert (generation.token_ids, generation.stats.draft_error) == (EXPECTED, None)
-
-
 SENSELESS = (5, "x y", {}, math.nan, object(), [None], b"x", "\0", "\ud800", "", "/", 1e300)
 
 
@@ -514,14 +499,21 @@ def test_settings_that_make_no_sense_are_refused_in_words(name: str) -> None:
         assert isinstance(found.error, XTokError), repr(found.error)
 
 
-@examples(20)
-@given(st.lists(WILD | ODD, max_size=4) | WILD | ODD)
-def test_any_corpus_is_looked_up_or_refused(corpus: Any) -> None:
-    lookup = tried(lambda: PromptLookup(corpus=corpus))
+@examples(40)
+@given(
+    st.dictionaries(st.sampled_from(["depth", "width", "nodes", "longest", "schedule", "confidence"]), ODD, max_size=3),
+    st.lists(WILD | ODD, max_size=4) | WILD | ODD,
+)
+@example({"longest": "x"}, None)
+@example({"confidence": "x"}, None)
+def test_any_budget_is_kept_to_and_any_corpus_looked_up_or_they_are_refused(settings: dict[str, Any], corpus: Any) -> None:
+    budget, lookup = tried(lambda: Budget(**settings)), tried(lambda: PromptLookup(corpus=corpus))
+    assert agree(budget, None, drawn=True), budget.error
     assert agree(lookup, None, drawn=True), lookup.error
-    if not isinstance(lookup, Gone):
-        generation = XTokAssisted((TARGET, TOKENS), lookup, budget=TREE_3).generate(PROMPT, **GREEDY)
-        assert (generation.token_ids, generation.stats.draft_error) == (EXPECTED, None)
+    drafts = [(OTHER, BYTES), *([] if isinstance(lookup, Gone) else [lookup])]
+    xt = XTokAssisted((TARGET, TOKENS), drafts, budget=TREE_3 if isinstance(budget, Gone) else budget)
+    generation = xt.generate(PROMPT, **GREEDY)
+    assert (generation.token_ids, generation.stats.draft_error) == (EXPECTED, None)
 
 
 @examples(30)
@@ -537,35 +529,3 @@ def test_any_file_of_heads_is_refused_or_changes_no_text(noise: bytes, flips: li
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DraftFailedWarning)
                 assert xt.generate(PROMPT, **GREEDY).token_ids == EXPECTED
-
-
-COMMANDS = ["generate", "inspect", "bench", "--target", "--draft", "none"]
-NUMBERS = ["--temperature", "nan", "--seed", "-1", "--top-p", "2"]
-FILES = ["--json", "--prompts", "--text", "--nope", "/dev/null", "/etc", "./nowhere", "x.y", "--dtype", "--ratio"]
-WORDS = st.sampled_from([*COMMANDS, *NUMBERS, *FILES, ""])
-
-
-@examples(15)
-@given(st.lists(WORDS, max_size=5))
-def test_any_command_line_is_refused_in_words(arguments: list[str]) -> None:
-    """One that asks for a text that makes no sense, in the end; the others would be run, which is another test's."""
-    result = CliRunner().invoke(cli.app, [*arguments, "--max-new-tokens", "x"])
-    assert isinstance(result.exception, SystemExit | type(None)), repr(result.exception)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["\ud800"],
-        ["x", "--temperature", "1", "--seed", str(2**70)],
-        ["x", "--temperature", "1e-300"],
-        ["x", "--target", "/etc"],
-        ["x", "--target", "\0"],
-        ["x", "--draft", ""],
-        ["x", "--draft", "/etc/passwd"],
-    ],
-)
-def test_what_the_command_line_cant_honour_is_reported_in_one_line(arguments: list[str]) -> None:
-    found = CliRunner().invoke(cli.app, ["generate", "--max-new-tokens", "4", *arguments])
-    assert found.exit_code == 1
-    assert found.stderr.startswith("xtok: ") and found.stderr.count("\n") == 1

@@ -284,3 +284,16 @@ def alone(model: Any, ids: Sequence[int], /, **arguments: Any) -> list[int]:
 
 assert_close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
 """In float64 too, transformers normalises and rotates in float32; a wrong cache is off by far more."""
+
+
+def rising(calls: int, last: BaseException) -> Any:
+    """In place of a measurement: it rises at each call, until `last` is raised after so many calls."""
+    figures = iter(range(1, calls + 1))
+
+    def measured(*_: Any, **__: Any) -> tuple[float, dict[str, float]]:
+        figure = next(figures, None)
+        if figure is None:
+            raise last
+        return float(figure), {}
+
+    return measured
