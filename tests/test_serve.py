@@ -147,23 +147,19 @@ def joined(chunks: Any, count: int) -> list[tuple[str, str]]:
     return list(zip(texts, ends, strict=True))
 
 
-@BOTH
-def test_a_chat_goes_through_the_targets_template_with_its_tools(server: Server, streamed: bool) -> None:
-    messages = [
-        {"role": "system", "content": "猫として答えよ。"},
-        {"role": "user", "content": [{"type": "text", "text": "名前は"}, {"type": "text", "text": "何か"}]},
-    ]
+def test_a_chat_goes_through_the_targets_template_with_its_tools(server: Server) -> None:
+    parts = [{"type": "text", "text": "名前は"}, {"type": "text", "text": "何か"}]
+    messages = [{"role": "system", "content": "猫として答えよ。"}, {"role": "user", "content": parts}]
     plain = [messages[0], {"role": "user", "content": "名前は何か"}]
-    settings = {"do_sample": False, "max_new_tokens": 9, "chat_template_kwargs": {"mood": "calm"}}
+    mood = {"chat_template_kwargs": {"mood": "calm"}}
+    settings = {"do_sample": False, "max_new_tokens": 9, **mood}
     alone, without = ALONE.generate(plain, tools=TOOLS, **settings), ALONE.generate(plain, **settings)
     asked: dict[str, Any] = {"model": NAME, "messages": messages, "tools": TOOLS, "temperature": 0, "max_completion_tokens": 9}
-    asked["extra_body"] = {"chat_template_kwargs": {"mood": "calm"}}
     with server.client() as client:
-        for choice, truth in (("auto", alone), ("none", without)):
-            found: Any = client.chat.completions.create(**asked, tool_choice=choice, stream=streamed)
-            texts = joined(found, 1) if streamed else [(found.choices[0].message.content, found.choices[0].finish_reason)]
-            assert texts == [(truth.text, truth.finish_reason)]
-    assert alone.text != without.text
+        whole: Any = client.chat.completions.create(**asked, extra_body=mood, tool_choice="none")
+        chunks = client.chat.completions.create(**asked, extra_body=mood, tool_choice="auto", stream=True)
+        assert joined(chunks, 1) == [(alone.text, alone.finish_reason)]
+    assert whole.choices[0].message.content == without.text != alone.text
 
 
 def test_a_stream_ends_with_figures_and_done(server: Server) -> None:
@@ -322,9 +318,8 @@ def test_a_long_prompt_is_echoed_and_scored_in_parts(server: Server) -> None:
     assert prompt_picks(LM, ids[:1], 1) == [Picked(ids[0], None, None)]
 
 
-@BOTH
-def test_a_text_comes_with_its_trace_if_requested(server: Server, streamed: bool) -> None:
-    for path, body in (("completions", {"prompt": TEXTS[0]}), ("chat/completions", CHAT)):
+def test_a_text_comes_with_its_trace_if_requested(server: Server) -> None:
+    for streamed, path, body in ((False, "completions", {"prompt": TEXTS[0]}), (True, "chat/completions", CHAT)):
         answer = server.ask(path, **body, max_tokens=9, return_trace=True, stream=streamed)
         *_, found = map(json.loads, data_of(answer.text)[:-1]) if streamed else [answer.json()]
         truth = ALONE.generate(body.get("prompt") or CHAT["messages"], max_new_tokens=9, do_sample=False)
@@ -486,7 +481,7 @@ PROMPT_FAULTS: dict[str | None, list[dict[str, Any]]] = {
     "logprobs": [{"logprobs": 21}],
     "logit_bias": [
         *({"logit_bias": {name: 5}} for name in ("-1", "99999", "٣", "0" * 5000 + "1", "9" * 5000)),
-        *({"logit_bias": {"1": value}} for value in (500, True, "5", None)),
+        *({"logit_bias": {"1": value}} for value in (500, True)),
     ],
     "stream_options": [{"stream_options": {"include_usage": True}}],
     "stream_options.other": [{"stream": True, "stream_options": {"other": True}}],
@@ -813,17 +808,16 @@ def test_metrics_count_what_the_drafts_did() -> None:
     assert {name for name in reported if 'draft="prompt lookup"' in name}
 
 
-@pytest.mark.parametrize("keeps", [True, False])
-def test_a_client_learns_how_much_of_its_prompts_was_not_read_again(keeps: bool) -> None:
-    with serving(ALONE, prefix_cache=keeps) as one:
-        found = [one.ask(prompt=prompt, max_tokens=5).json() for prompt in (TEXTS[0], TEXTS[0], [TEXTS[1], TEXTS[0]])]
-        reported = one.metrics()
+def test_a_client_learns_how_much_of_its_prompts_was_not_read_again() -> None:
     ids, other = (prompt_ids(TOKENS, prompt) for prompt in TEXTS[:2])
     begin = next(i for i, pair in enumerate(zip(ids, other, strict=False)) if len({*pair}) > 1)
-    hits = [0, len(ids) - 1, begin + len(ids) - 1] if keeps else [0, 0, 0]
-    assert [one["usage"]["prompt_tokens_details"]["cached_tokens"] for one in found] == hits
-    assert reported["xtok_prefix_cache_queries_total"] == 3 * len(ids) + len(other)
-    assert reported["xtok_prefix_cache_hits_total"] == sum(hits)
+    for keeps, hits in ((True, [0, len(ids) - 1, begin + len(ids) - 1]), (False, [0, 0, 0])):
+        with serving(ALONE, prefix_cache=keeps) as one:
+            found = [one.ask(prompt=prompt, max_tokens=5).json() for prompt in (TEXTS[0], TEXTS[0], [TEXTS[1], TEXTS[0]])]
+            reported = one.metrics()
+        assert [one["usage"]["prompt_tokens_details"]["cached_tokens"] for one in found] == hits
+        assert reported["xtok_prefix_cache_queries_total"] == 3 * len(ids) + len(other)
+        assert reported["xtok_prefix_cache_hits_total"] == sum(hits)
 
 
 # clients that hang up

@@ -12,7 +12,7 @@ import torch
 from console import run
 from hypothesis import example, given
 from hypothesis import strategies as st
-from servers import CALL, CHATS, QUESTION, ROOT, TOOLS, Server, calling_client, calling_server, held_to, serving, tools, writing
+from servers import CALL, CHATS, QUESTION, ROOT, TOOLS, calling_client, calling_server, held_to, serving, tools, writing
 from servers import CALLING_LM as LM
 from servers import CALLING_TOKENS as TOKENS
 from test_batches import WIDE
@@ -263,18 +263,6 @@ def test_log_probabilities_of_a_chat_with_calls_are_those_of_all_ids(client: ope
         assert [call.index for part in found for call in part.delta.tool_calls or ()] == [0]
 
 
-def test_what_was_called_goes_back_through_the_template(client: openai.OpenAI, writes: Any, server: Server) -> None:
-    writes(f"<think>見る</think><tool_call>{CALL}</tool_call>")
-    message, _ = asked(client, False, tools=TOOLS)
-    chat = [*QUESTION["messages"], message, {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "晴れ"}]
-    writes("晴れだ")
-    found = client.chat.completions.create(**{**QUESTION, "messages": chat}, tools=TOOLS)
-    seen = "weather 天気 user:天気は\nassistant:<think>見る</think><tool_call>weather 京都</tool_call>\ntool:晴れ\nassistant:"
-    assert found.usage is not None
-    assert found.usage.prompt_tokens == len(TOKENS(seen, add_special_tokens=False).input_ids)
-    assert found.choices[0].message.content == "晴れだ"
-
-
 def test_what_the_documents_show_runs(client: openai.OpenAI, writes: Any, capsys: pytest.CaptureFixture[str]) -> None:
     document = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
     shown = re.findall(r"^```py\n(.*?)^```$", document, re.MULTILINE | re.DOTALL)
@@ -326,12 +314,8 @@ def test_tools_that_the_template_ignores_are_refused() -> None:
         xt.generate(chat, tools=tools(a={"type": "object"}), max_new_tokens=4)
     with serving(xt) as one, one.client() as own, pytest.raises(openai.BadRequestError, match="chat template ignores tools"):
         asked(own, False, tools=tools(a={"type": "object"}))
-
-
-def test_a_message_needs_content_or_calls(client: openai.OpenAI) -> None:
-    """Found by a trial as a new user: a message without either got an answer."""
-    with pytest.raises(openai.BadRequestError, match="A message needs content, or tool_calls"):
-        client.chat.completions.create(model="tiny", messages=[{"role": "user"}], max_tokens=1)  # type: ignore[typeddict-item]
+    with pytest.raises(RequestError, match="A message needs content, or tool_calls"):  # which got an answer, too
+        rendered(CHATS, {"role": "user"})
 
 
 def allows(text: str, template: str, **more: Any) -> bool:
@@ -445,6 +429,13 @@ ONE_CALL, NO_BOTH, WRITTEN_OUT = (
         "{% for c in m.tool_calls or [] %}{{ '[' + c.function.arguments + ']' }}{% endfor %}",
     )
 )
+CALLED: Any = {
+    "role": "assistant",
+    "content": None,
+    "reasoning_content": "見る",
+    "tool_calls": [{"id": "a", "type": "function", "function": {"name": "weather", "arguments": '{"city": "京都"}'}}],
+}
+RESULT = {"role": "tool", "tool_call_id": "a", "content": "晴れ"}
 RENDERED: dict[str, list[tuple[str, tuple[Any, ...], dict[str, Any], str]]] = {
     "developers are systems unless the template has them": [
         (KNOWN, (("developer", "猫"), ("user", "a")), {}, "system:猫\nuser:a\n"),
@@ -462,6 +453,12 @@ RENDERED: dict[str, list[tuple[str, tuple[Any, ...], dict[str, Any], str]]] = {
     ],
     "arguments that a template can't read are left out": [(ITEMS, (("user", "a"), NO_OBJECT), {}, "user:a\nassistant:\n")],
     "calls are sent back in the form that the template takes": [
+        (
+            CHATS,
+            (("user", "天気は"), CALLED, RESULT),
+            {"tools": TOOLS},
+            "weather 天気 user:天気は\nassistant:<think>見る</think><tool_call>weather 京都</tool_call>\ntool:晴れ\nassistant:",
+        ),
         (ONE_CALL, (("user", "a"), CALL_OF), {}, "user:a\nassistant:\nassistant:\n"),
         *(
             (template, (("user", "a"), {**CALL_OF, "content": "b", "reasoning_content": "c"}), {}, seen)

@@ -20,6 +20,7 @@ import torch
 from front_door import BYTES, OTHER, PROMPT, TARGET, TEMPLATE, TOKENS, with_template
 from hypothesis import example, given
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from worlds import TREE_3, examples, texts
 
@@ -316,15 +317,15 @@ def test_a_path_of_heads_that_is_none_is_refused(file: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::xtok.errors.DraftFailedWarning")
-@pytest.mark.parametrize("value", [math.nan, math.inf, 6e4])
-def test_heads_that_say_nonsense_change_no_text(heads: Path, value: float) -> None:
+def test_heads_that_say_nonsense_change_no_text(heads: Path) -> None:
+    with safe_open(heads, framework="pt") as kept:
+        known = kept.metadata()
     kinds = load_file(heads).items()  # matrices in int8, and their scales
-    tensors = {name: torch.full_like(one, value if one.is_floating_point() else 1) for name, one in kinds}
-    with heads.open("rb") as kept:
-        size = int.from_bytes(kept.read(8), "little")
-        known = json.loads(kept.read(size))["__metadata__"]
-    save_file(tensors, heads, metadata=known)
-    assert XTokAssisted((TARGET, TOKENS), HeadsDrafter(heads), budget=TREE_3).generate(PROMPT, **GREEDY).token_ids == EXPECTED
+    for value in (math.nan, math.inf, 6e4):
+        tensors = {name: torch.full_like(one, value if one.is_floating_point() else 1) for name, one in kinds}
+        save_file(tensors, heads, metadata=known)
+        xt = XTokAssisted((TARGET, TOKENS), HeadsDrafter(heads), budget=TREE_3)
+        assert xt.generate(PROMPT, **GREEDY).token_ids == EXPECTED
 
 
 # anything at all
@@ -420,13 +421,6 @@ def test_any_argument_is_honoured_or_refused_as_transformers_does(given: dict[st
     agrees = useless or any(agree(found, one, drawn=drawn) for one in (expected, *faults(singly)))
     assert agrees, repr(getattr(found, "error", found))
     assert XT.generate(PROMPT, **GREEDY).token_ids == EXPECTED
-
-
-@pytest.mark.parametrize("length", [math.inf, 4.5])
-def test_a_length_that_is_no_integer_is_what_it_is_for_transformers(length: float) -> None:
-    """Without a limit, the end of text is one."""
-    asked = {**GREEDY, "max_new_tokens": length, "eos_token_id": EXPECTED[-1]}
-    assert XT.generate(PROMPT, **asked).token_ids == truth(**asked)
 
 
 def faults(answers: list[Any]) -> list[Gone]:
