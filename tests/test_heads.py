@@ -136,14 +136,12 @@ def test_what_is_learnt_is_what_is_guessed_later() -> None:
         assert torch.allclose(torch.stack(found).float(), learnt, atol=1e-4)
 
 
-@pytest.mark.parametrize(("budget", "sampled"), [(None, False), (TREE, True)])
-def test_what_is_generated_does_not_depend_on_heads(budget: Budget | None, sampled: bool) -> None:
+def test_what_is_generated_does_not_depend_on_heads() -> None:
     target = load(pair.TARGET, "target")
-    asked: dict[str, Any] = {"max_new_tokens": 24, "do_sample": sampled} | ({"temperature": 0.7, "seed": 5} if sampled else {})
-    helped, alone = XTokAssisted(target, HeadsDrafter(pair.HEADS), budget=budget), XTokAssisted(target)
-    for prompt in PROMPTS[:2]:
-        generation = helped.generate(prompt, **asked)
-        assert generation.token_ids == alone.generate(prompt, **asked).token_ids
+    for budget, way in ((None, {"do_sample": False}), (TREE, {"do_sample": True, "temperature": 0.7, "seed": 5})):
+        asked: dict[str, Any] = {"max_new_tokens": 16, **way}
+        generation = XTokAssisted(target, HeadsDrafter(pair.HEADS), budget=budget).generate(PROMPTS[0], **asked)
+        assert generation.token_ids == XTokAssisted(target).generate(PROMPTS[0], **asked).token_ids
         assert generation.stats.draft_error is None
         assert budget is None or generation.stats.proposed
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from itertools import cycle
 from socket import socket
 from typing import Any
 
@@ -227,6 +228,7 @@ class Client:
     finished: list[tuple[Asked, Answer]] = field(default_factory=list)
     right: int = 0
     refused: Counter[int] = field(default_factory=Counter)
+    nonsense: Iterator[tuple[str, Any]] = field(default_factory=lambda: cycle(NONSENSE))
 
     async def visit(self, number: int) -> None:
         ways: list[Callable[[Asked], Awaitable[None]]] = [self.waits, self.streams, self.hangs_up, self.fails, self.sends_half]
@@ -272,7 +274,7 @@ class Client:
                 await task
 
     async def fails(self, _: Asked) -> None:
-        path, body = self.draw.choice(NONSENSE)
+        path, body = next(self.nonsense)
         with suppress(httpx.WriteError, httpx.RemoteProtocolError, httpx.ReadError):  # it may hang up before all is sent
             answer = await self.post(path, body if isinstance(body, bytes) else json.dumps(body).encode())
             assert answer.json()["error"]["message"]
@@ -356,7 +358,7 @@ def test_a_hostile_client_gets_the_targets_own_answers_and_leaves_nothing(dtype:
         assert server.engine.stats.positions == 0
         reported = server.metrics()
     assert client.right > number / 2
-    assert set(client.refused) == {400, 404, 413}
+    assert {400, 404} <= set(client.refused) <= {400, 404, 413}
     (objects, tensors), (more_objects, more_tensors) = found[WARM_UP], found[-1]
     assert more_objects - objects < 2_000 + number / 5
     assert more_tensors - tensors < 50

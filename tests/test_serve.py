@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from copy import deepcopy
 from datetime import datetime, timedelta
 from math import inf, nan
@@ -895,35 +896,63 @@ def test_a_server_that_ends_finishes_what_it_writes() -> None:
             client.models.list()
 
 
+@contextmanager
+def command(*more: str) -> Iterator[tuple["subprocess.Popen[str]", str, list[str]]]:
+    """`xtok serve` as a process of its own: it, its address once it is ready, and the lines of its log."""
+    started = subprocess.Popen(
+        [sys.executable, "-m", "xtok", "serve", "--port", "0", "--device", "cpu", *more], stderr=subprocess.PIPE, text=True
+    )
+    lines: list[str] = []
+    assert started.stderr is not None
+    try:
+        for line in started.stderr:
+            lines.append(line)
+            if found := re.fullmatch(r"xtok: \S+ is at (http\S+)/v1\n", line):
+                yield started, found[1], lines
+                break
+        else:
+            raise AssertionError(lines)
+        lines.extend(started.stderr)
+    finally:
+        started.kill()
+        started.wait()
+
+
 @pytest.mark.deep
-def test_after_sigterm_texts_end_or_are_cut_off_in_time() -> None:
-    """A process that is asked to end finishes what it can within its time, takes no more, and ends well."""
-    truth = XTokAssisted(TARGET, DRAFT).generate(prompts()[0], max_new_tokens=9, do_sample=False).text
-    command = [sys.executable, "-m", "xtok", "serve", "--port", "0", "--device", "cpu"]
-    command += ["--drain-seconds", "2", "--max-tokens", "400"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process, ThreadPoolExecutor(1) as pool:
-        assert process.stderr is not None
-        (url,) = next(found for line in process.stderr if (found := re.findall(r"xtok: \S+ is at (http\S+)/v1\n", line)))
-        rest = pool.submit(process.stderr.readlines)
-        long = {"prompt": prompts()[0], "max_tokens": 400, "stream": True, "n": 16, **UNENDING}
-        with httpx.stream("POST", f"{url}/v1/completions", json=long, timeout=PATIENCE) as answer:
+def test_sigterm_lets_what_runs_end() -> None:
+    """A process that is asked to end finishes the texts that it writes, takes no more, and ends well."""
+    truth = XTokAssisted(TARGET, DRAFT).generate(prompts()[0], max_new_tokens=60, do_sample=False).text
+    with command() as (process, url, lines):
+        asked = {"prompt": prompts()[0], "max_tokens": 60, "temperature": 0}
+        with ThreadPoolExecutor(2) as pool, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            whole = pool.submit(httpx.post, f"{url}/v1/completions", json=asked, timeout=PATIENCE)
+            stream = client.completions.create(model="xtok-pair", stream=True, **asked)  # type: ignore[call-overload]
+            text = next(iter(stream)).choices[0].text
+            process.send_signal(signal.SIGTERM)
+            text += "".join(chunk.choices[0].text for chunk in stream)
+            assert text == truth == whole.result().json()["choices"][0]["text"]
+        assert process.wait(PATIENCE) == 0
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/health")
+    assert sum('"status": 200' in line for line in lines) == 2
+    assert truth[:9] not in "".join(lines)
+
+
+@pytest.mark.deep
+def test_what_does_not_end_in_time_after_sigterm_is_cut_off() -> None:
+    with command("--drain-seconds", "1", "--max-tokens", "400") as (process, url, lines):
+        body = {"prompt": prompts()[0], "max_tokens": 400, "stream": True, "n": 16, **UNENDING}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE) as answer:
             events = answer.iter_lines()
             next(events)
-            with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-                short = client.completions.create(
-                    model="xtok-pair", prompt=prompts()[0], max_tokens=9, temperature=0, stream=True
-                )
-                text = next(iter(short)).choices[0].text
-                process.send_signal(signal.SIGTERM)
-                assert text + "".join(chunk.choices[0].text for chunk in short) == truth
+            process.send_signal(signal.SIGTERM)
             *_, error, done = [line for line in events if line.startswith("data: ")]
-        assert process.wait(PATIENCE) == 0
-        lines = rest.result()
-    assert (json.loads(error.removeprefix("data: "))["error"]["code"], done) == ("server_stopping", "data: [DONE]")
-    reasons = [json.loads(line).get("finish_reasons") for line in lines if line.startswith("{")]
-    assert sorted(map(str, reasons)) == sorted(map(str, [["error"] * 16, ["length"]]))
-    assert any("for up to 2 s; Ctrl-C again stops at once" in line for line in lines)
-    assert truth[:9] not in "".join(lines)
+            assert process.wait(PATIENCE) == 0
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "server_stopping"
+    assert done == "data: [DONE]"
+    reasons = next(found for line in lines if line.startswith("{") and (found := json.loads(line).get("finish_reasons")))
+    assert reasons == ["error"] * 16
+    assert any("still generating 16 texts, for up to 1 s; Ctrl-C again stops at once" in line for line in lines)
 
 
 def test_what_the_documents_show_runs(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
