@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from console import run
+from commands import run
 from hypothesis import given
 from hypothesis import strategies as st
 from worlds import ARCHITECTURES, examples, fitting, model, tokenizer

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from console import run
+from commands import run
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import MambaConfig
@@ -471,8 +471,6 @@ def test_progress_in_a_pipe_begins_when_there_is_some(capsys: pytest.CaptureFixt
     assert re.fullmatch(
         r"texts: 1 of 20, about 0:00:\d\d left\ntexts: 2 of 20, about 0:00:\d\d left\n", capsys.readouterr().err
     )
-
-
 
 
 def test_warnings_are_lines_like_errors() -> None:

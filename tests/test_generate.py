@@ -203,23 +203,6 @@ def test_what_is_wrong_with_a_prompt_of_a_list_names_the_prompt() -> None:
         XTokAssisted((fitting(TOKENS, "Llama", 0), TOKENS)).generate(["a", None, "b"], **GREEDY)
 
 
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [
-        ("max_tokens", "max_new_tokens"),
-        ("stop", "stop_strings"),
-        ("temprature", "temperature"),
-        ("n", "num_return_sequences"),
-        ("messages", "prompt"),
-        ("zzz", None),
-    ],
-)
-def test_an_unknown_argument_is_named_with_what_may_have_been_meant(name: str, meant: str | None) -> None:
-    arguments: dict[str, Any] = {name: 5}
-    with pytest.raises(InvalidInputError) as raised:
-        XTokAssisted((fitting(TOKENS, "Llama", 0), TOKENS)).generate("a", **arguments)
-
-
 def test_a_prompt_that_is_longer_than_the_context_window_is_warned_of() -> None:
     """Found by a trial as a new user: it took minutes, and gave nonsense without a word."""
     xt = XTokAssisted((fitting(TOKENS, "Llama", 0, window=40), TOKENS))

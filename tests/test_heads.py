@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from console import run
+from commands import run
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import DynamicCache

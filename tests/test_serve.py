@@ -23,7 +23,7 @@ import openai
 import pytest
 import torch
 import typer
-from console import run
+from commands import run
 from hypothesis import example, given
 from hypothesis import strategies as st
 from servers import (

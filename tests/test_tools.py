@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 import torch
-from console import run
+from commands import run
 from hypothesis import example, given
 from hypothesis import strategies as st
 from servers import CALL, CHATS, QUESTION, ROOT, TOOLS, calling_client, calling_server, held_to, serving, tools, writing

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from console import run
+from commands import run
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file

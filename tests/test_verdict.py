@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from console import run
+from commands import run
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig
