@@ -15,10 +15,10 @@ import openai
 import pytest
 import torch
 import uvicorn
-from test_batches import MADE, TREE, WIDE
-from test_engine import LM, PATIENCE, TOKENS
+from batches import MADE, WIDE
+from engines import LM, PATIENCE, TOKENS
 from transformers import PreTrainedTokenizerFast
-from worlds import fitting, tokenizer
+from worlds import TREE, fitting, tokenizer
 
 from xtok import Budget, Engine, PromptLookup, XTokAssisted
 from xtok.serving.http.app import app_of

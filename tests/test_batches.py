@@ -15,7 +15,6 @@ from batches import (
     TEXTS,
     UNRELATED,
     WAYS,
-    WIDE,  # noqa: F401  # imported from here by tests of serving
     expected,
     greedily,
     ids_of,

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from batches import MADE, TEXTS, WAYS
 from front_door import PROMPT, PROMPTS, TARGET, TOKENS
 from hypothesis import example, given
 from hypothesis import strategies as st
 from llguidance import LLMatcher, hf
 from scripted import ScriptedDrafter
-from test_batches import MADE, TEXTS, WAYS
 from transformers import LogitsProcessorList
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 from worlds import budgets, examples, fitting, make_target_expensive, tokenizer

@@ -19,11 +19,11 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from batches import BYTES, TEXTS, UNRELATED, WIDE
+from engines import cache_bytes
 from inside import caches_of, is_empty, memory_of
 from servers import CALLING_TOKENS as TOKENS
 from servers import CITY, Server, data_of, held_to, posted, serving, tools, wait_for
-from test_batches import BYTES, TEXTS, UNRELATED, WIDE
-from test_engine import cache_bytes
 from worlds import CORPUS, fitting
 
 from xtok import Budget, Context, PromptLookup, Ticket, Tree, XTokAssisted, chain

@@ -23,7 +23,9 @@ import openai
 import pytest
 import torch
 import typer
+from batches import TEXTS, UNRELATED
 from commands import run
+from engines import BYTES, LM, PATIENCE, TOKENS, held
 from hypothesis import example, given
 from hypothesis import strategies as st
 from servers import (
@@ -42,10 +44,8 @@ from servers import (
     tools,
     wait_for,
 )
-from test_batches import TEXTS, TREE, UNRELATED
-from test_engine import BYTES, LM, PATIENCE, TOKENS, held
 from transformers import LogitsProcessorList
-from worlds import examples
+from worlds import TREE, examples
 
 from xtok import Engine, XTokAssisted
 from xtok.cli import commands as cli

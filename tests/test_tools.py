@@ -9,13 +9,13 @@ from typing import Any
 import openai
 import pytest
 import torch
+from batches import WIDE
 from commands import run
 from hypothesis import example, given
 from hypothesis import strategies as st
 from servers import CALL, CHATS, QUESTION, ROOT, TOOLS, calling_client, calling_server, held_to, serving, tools, writing
 from servers import CALLING_LM as LM
 from servers import CALLING_TOKENS as TOKENS
-from test_batches import WIDE
 from tokenizers import AddedToken
 from worlds import examples, fitting, in_turns, tokenizer
 
