@@ -312,7 +312,7 @@ def test_guessing_that_does_not_pay_costs_little_however_busy_the_engine_is(
         {"size": 0},
         {"budget": 3},
     ],
-    ids=str,
+    ids=lambda settings: next(iter(settings)),
 )
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises((InvalidInputError, UnsupportedTokenizerError)):
