@@ -159,7 +159,7 @@ def test_prompts_and_settings_are_those_requested(monkeypatch: pytest.MonkeyPatc
         (["--limit", "2", "chats"], "Give options after the name of the command: xtok bench chats", 2),
         (["nosuch"], "No such command 'nosuch'", 2),
         (["--device", "nowhere"], "'nowhere'", 1),
-        (["--dtype", "int3"], "use float32", 1),
+        (["--dtype", "int3"], "can't be loaded with dtype=torch.int3", 1),
         (["--setting", "warm"], "greedy, penalty, sampled", 1),
         (["chats", "--setting", "penalty"], "greedy, sampled, own", 1),
         (["chats", "--draft", str(pair.DRAFT)], "no chat template", 1),

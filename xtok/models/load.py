@@ -31,6 +31,8 @@ OneOrEach: TypeAlias = T | tuple[T | None, T | None] | None
 """A setting of both models, or the target's and the drafts'. None is the default."""
 Device: TypeAlias = str | int | torch.device
 Dtype: TypeAlias = str | torch.dtype
+_SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
+"""Other names of precisions."""
 DeviceMap: TypeAlias = str | dict[str, Any]
 Quantization: TypeAlias = QuantizationConfigMixin | dict[str, Any]
 Source = str | PathLike[str] | tuple[PreTrainedModel, Any]
@@ -104,6 +106,7 @@ def _placement(device: Any = None, dtype: Any = None, device_map: Any = None, **
     if device is not None and device_map is not None:
         raise InvalidInputError(f"device is {device!r} and device_map is {device_map!r}; give one of them.")
     name = dtype.removeprefix("torch.") if isinstance(dtype, str) else ""
+    name = _SHORT.get(name, name)
     dtype = None if name == "auto" else getattr(torch, name, dtype)
     return Placement(None if device is None else _usable(device), dtype, device_map, **settings)
 

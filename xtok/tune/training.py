@@ -79,7 +79,8 @@ def fit(
         since, wait = perf_counter(), _EVERY
         for epoch in range(epochs):
             found.append(-inf)
-            order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(_SEED + epoch), device="cpu").tolist()
+            shuffled = torch.Generator().manual_seed(_SEED + epoch)
+            order = torch.randperm(len(rows), generator=shuffled, dtype=torch.int64, device="cpu").tolist()
             for at in parts:
                 inputs = batch([rows[i] for i in order[at : at + BATCH]], weights[0].device)
                 with torch.enable_grad():
