@@ -157,13 +157,13 @@ def conversation(truths: Truths, number: int, draw: random.Random) -> list[Asked
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
 NONSENSE: list[tuple[str, Any]] = [
+    ("completions", {"prompt": "a", "model": "another"}),
     *((path, body) for path in ("completions", "chat/completions", "responses") for body in (b"", b"{", b"\xff\x00")),
     ("completions", b"[" * 20_000),
     ("completions", b'{"prompt":' + b'{"a":' * 3000),
     ("completions", {"prompt": [-1, 10**9]}),
     ("completions", {"prompt": "a", "n": 1000}),
-    ("completions", {"prompt": "a", "model": "another"}),
-    ("completions", {"prompt": "あ" * 4_000}),
+    ("completions", {"prompt": "あ" * 9_000}),
     ("completions", {"prompt": "a", **held_to({"type": "x"})}),
     ("completions", {"prompt": "a" * LIMITS.body * 9}),
     ("chat/completions", {"messages": [5]}),
@@ -276,7 +276,7 @@ class Client:
     async def fails(self, _: Asked) -> None:
         path, body = next(self.nonsense)
         with suppress(httpx.WriteError, httpx.RemoteProtocolError, httpx.ReadError):  # it may hang up before all is sent
-            answer = await self.post(path, body if isinstance(body, bytes) else json.dumps(body).encode())
+            answer = await self.post(path, body if isinstance(body, bytes) else json.dumps(body, ensure_ascii=False).encode())
             assert answer.json()["error"]["message"]
             self.refused[answer.status_code] += 1
 
