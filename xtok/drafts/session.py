@@ -115,7 +115,8 @@ class Session:
         context = self._context()
         self.proposals = [Proposal()] * len(self._drafters)
         guessed = list[_Guessed]()
-        for draft, drafter in sorted(enumerate(self._drafters), key=lambda one: self._known[one[0]].seconds):
+        for draft in sorted(range(len(self._drafters)), key=lambda one: self._known[one].seconds):
+            drafter = self._drafters[draft]  # one that failed in this round, when it fitted another's guess, is gone
             drafted = list[Cost]()
             if drafter is not None and has_room and (own := self._own(draft, limit, batch, drafted)) is not None:
                 one = self.proposals[draft] = yield from self._ask(draft, drafter, context, own, drafted)
