@@ -233,7 +233,7 @@ REFUSED = [
     (("generate", "a", "--draft", "/etc/passwd"), "/etc/passwd"),
     (("generate", "a", "--target", "./no/such/folder", "--draft", "none"), "./no/such/folder"),
     (("generate", "a", "--draft", "./no/such/folder"), "./no/such/folder"),
-    (("generate", "a", "--target", str(Path(__file__).parent), "--draft", "none"), "holds no model: there is no config.json"),
+    (("generate", "a", "--target", str(Path(__file__).parent), "--draft", "none"), "can't be loaded: Unrecognized model"),
     (("inspect", "--draft", "./no/such/folder"), "./no/such/folder"),
     (("inspect", "--draft", str(HEADS), "--no-weights"), "holds heads, which have no tokenizer to compare"),
     (("inspect", "--text", str(TARGET / "model.safetensors")), "model.safetensors"),

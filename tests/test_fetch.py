@@ -178,7 +178,6 @@ def test_commands_take_a_pair_by_its_name(registry: Registry) -> None:
         ("generate", "a"),
         ("inspect",),
         ("bench",),
-        ("bench", "batches"),
         ("serve",),
         ("train-heads", "--out", "o"),
     ):

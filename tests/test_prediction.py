@@ -86,12 +86,12 @@ def test_what_is_learnt_of_a_prediction_is_of_that_text_alone() -> None:
         make_target_expensive(xt)
         xt.generate(TEXTS[0], prediction=f"{bad}🍣" * 9, **LONG)
     make_target_expensive(xt)
-    before = xt.setup.policy.shared.sizes[1].rounds
+    before = xt.setup.policy.rounds
     found = xt.generate(TEXTS[0], prediction=truth, **LONG)
     assert found.stats.accepted_by_draft[1] > 0
     assert len(xt.setup.policy.drafts) == 1
-    assert xt.setup.policy.shared.sizes[1].rounds is before
-    assert xt.setup.policy.shared.sizes[1].picks > 9
+    assert xt.setup.policy.rounds is before
+    assert xt.setup.policy.picks > 9
 
 
 @pytest.mark.parametrize("wrong", [3, b"bytes", ["a"], {"type": "content"}])

@@ -205,9 +205,7 @@ def test_weights_that_are_garbled_are_refused(saved: Path, fault: str) -> None:
         file.unlink()
         torch.save(TARGET.state_dict(), file := saved / "pytorch_model.bin")
         file.write_bytes(garbled(file.read_bytes())[fault])
-        with pytest.raises(
-            InvalidInputError, match=rf"{saved} can't be loaded: pytorch_model\.bin .*Download or save it again"
-        ):
+        with pytest.raises(InvalidInputError, match=rf"{saved} can't be loaded: .+\. Download or save it again"):
             XTokAssisted(saved)
 
 

@@ -23,7 +23,7 @@ def reason(error: BaseException) -> str:
     """The message of an exception in one line: of an error of the system without its number, of others the first line."""
     system = error.strerror if isinstance(error, OSError) and error.filename is not None else None
     text = f"{error.filename}: {system}" if system and isinstance(error, OSError) else str(error).strip().partition("\n")[0]
-    return text.rstrip(".: ")
+    return text.rstrip(".: ") or type(error).__name__
 
 
 def install(extra: str) -> str:

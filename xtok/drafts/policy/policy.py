@@ -215,7 +215,8 @@ class Policy:
     def observe(self, outcomes: Sequence[Outcome], seconds: float, *, is_pure: bool = True) -> None:
         """Learn from a round: from what became of its sequences' guesses, and from the `seconds` of the whole round.
 
-        `is_pure`: False if it also did other work, such as reading a prompt, so that its seconds don't count.
+        `is_pure`: False if it also did other work, such as reading a prompt. It takes no less then than without, so its seconds
+        count only if they are fewer than predicted, or if nothing is known.
 
         Each draft that was asked is judged by the picks that it gained, less those that its time was worth: its own, and its
         share, by its nodes, of what rows added to the target's forward pass. A gain is the mean of how many ids were right and
@@ -228,8 +229,9 @@ class Policy:
             count, rows = len(outcomes), max(one.rows for one in outcomes)
             pairs = [pair for one in outcomes for pair in zip(one.drafts, one.proposals, strict=False)]
             asked = [(draft, each) for draft, each in pairs if each.tree is not None]
-            if self.reads_clock and is_pure:
-                self.rounds.add(rows, max(0.0, seconds - sum(each.seconds for _, each in asked)), count)
+            own, expected = max(0.0, seconds - sum(each.seconds for _, each in asked)), self.seconds(count, rows)
+            if self.reads_clock and (is_pure or not expected or own < expected):
+                self.rounds.add(rows, own, count)
             costs = [draft.learn(each) for draft, each in asked]
             if not (plain := self.seconds(count, 1)):
                 return
