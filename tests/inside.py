@@ -40,11 +40,6 @@ def policy_of(engine: Any) -> Policy:
     return engine._policy
 
 
-def guesses_now(engine: Any) -> bool:
-    """Whether drafts are asked in the current step of a `DraftEngine`."""
-    return engine._step.batch.guesses
-
-
 def positions_of(engine: Any) -> int:
     """How many positions the caches of an `Engine` may have whose memory is bounded."""
     assert engine._shared.memory is not None

