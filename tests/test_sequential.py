@@ -121,7 +121,7 @@ def test_guesses_follow_from_all_that_was_picked(
     generation = xt.generate("吾輩は", **asked)
     assert generation.token_ids == right and generation.stats.draft_error is None
     assert rounds > 0 and len(errors) == len({*range(1, rounds + 1)} - skipped)
-    assert max(errors) < 1e-3
+    assert max(errors, default=0.0) < 1e-3
 
 
 def test_an_engine_shares_them_between_requests_within_its_memory(file: Path) -> None:
