@@ -11,7 +11,7 @@ import torch
 from scripted import ScriptedDrafter
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
-from worlds import TREE, alone, deep, fitting, quick, tokenizer
+from worlds import TREE, alone, fitting, quick, tokenizer
 
 from xtok import XTokAssisted
 
@@ -43,15 +43,10 @@ def oracle(model: Any) -> ScriptedDrafter:
     return ScriptedDrafter(lambda context: coming(tuple(context.ids)))
 
 
-DRAFTS: dict[str, Any] = {"no draft": None, "an unrelated draft": (OTHER, BYTES), "an oracle": oracle(TARGET)}
-EACH = [*deep("no draft"), *list(DRAFTS)[1:]]
-"""What goes wrong without a draft goes wrong with one, too, so only the deep tests try that."""
-
-
-@pytest.fixture(params=EACH, scope="module")
-def each_draft(request: pytest.FixtureRequest) -> XTokAssisted:
-    """An instance with each of the drafts. A file of tests that asks for it as `xt` says `xt = each_draft`."""
-    return XTokAssisted((TARGET, TOKENS), DRAFTS[request.param], budget=TREE)
+@pytest.fixture(scope="module")
+def helped() -> XTokAssisted:
+    """An instance with an unrelated draft model and one that is right. A file that asks for it as `xt` says `xt = helped`."""
+    return XTokAssisted((TARGET, TOKENS), [(OTHER, BYTES), oracle(TARGET)], budget=TREE)
 
 
 def encoded(*prompts: str, tokens: Any = TOKENS) -> dict[str, torch.Tensor]:

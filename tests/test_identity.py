@@ -3,14 +3,13 @@
 import warnings
 from copy import deepcopy
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from cases import HALVES, Case, by_transformers, cases, written
 from cases import WAYS as ASKED
-from front_door import BYTES, CountsItsCalls
+from front_door import BYTES
 from hypothesis import example, given
 from hypothesis import strategies as st
 from properties import CLOSE_CALL, batch_with_gap, excused, few_close_calls, fresh, right, with_gap
@@ -20,9 +19,7 @@ from worlds import (
     KINDS,
     TREE,
     Kind,
-    alone,
     budgets,
-    deep,
     fitting,
     make_target_expensive,
     model_of,
@@ -31,7 +28,7 @@ from worlds import (
     whole_generations,
 )
 
-from xtok import Budget, Context, Tree, XTokAssisted
+from xtok import Budget, Context, XTokAssisted
 from xtok.align.continuation import Continuation
 from xtok.align.encoding import encoder
 from xtok.align.tokenbytes import token_bytes
@@ -175,72 +172,6 @@ def test_ids_that_are_cut_as_no_tokenizer_cuts_them_stay_as_they_are(
     assert generation.stats.draft_error is None
     assert all(ids == whole[: len(ids)] for ids in shown)
     assert [len(ids) for ids in shown] == sorted({len(ids) for ids in shown})
-
-
-def raises(context: Context) -> list[int]:
-    raise MemoryError("simulated")
-
-
-@pytest.mark.parametrize("when", [0, 1, 4])
-def test_a_draft_that_raises_costs_speed_only_and_is_reported_once(when: int) -> None:
-    ids = BYTES("吾輩は").input_ids
-    expected, _ = with_gap((MODEL, BYTES), ids, {"max_new_tokens": 20})
-
-    def script(context: Context) -> list[int]:
-        return raises(context) if len(context.ids) >= len(ids) + when else []
-
-    xt = XTokAssisted((MODEL, BYTES), ScriptedDrafter(script), budget=TREE)
-    for _ in range(2):
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
-            generation = xt.generate("吾輩は", max_new_tokens=20, do_sample=False)
-        assert [warning.category for warning in warned] == [DraftFailedWarning]
-        assert generation.token_ids == expected
-        assert generation.stats.draft_error == "MemoryError: simulated"
-
-
-@pytest.mark.parametrize("nonsense", [[-1], [10**9], [3] * 500, [2], [0, 1, 2]])
-def test_a_draft_that_talks_nonsense_costs_speed_only(nonsense: list[int]) -> None:
-    model = fitting(BYTES, "GPT2", 0)
-    expected, _ = with_gap((model, BYTES), BYTES("吾輩は").input_ids, {"max_new_tokens": 20})
-    xt = XTokAssisted((model, BYTES), ScriptedDrafter(lambda context: nonsense), budget=TREE)
-    generation = xt.generate("吾輩は", max_new_tokens=20, do_sample=False)
-    assert generation.token_ids == expected
-    assert generation.stats.draft_error is None
-
-
-class Vandal:
-    """Answers with what is no tree, or takes away what it is shown."""
-
-    def __init__(self, answer: Any) -> None:
-        self.answer = answer
-
-    def propose(self, context: Context, budget: Budget) -> Any:
-        if self.answer == "vandalise":
-            context.ids[:] = ["a"] * 300  # type: ignore[index]
-            return Tree()
-        return self.answer
-
-
-@pytest.mark.filterwarnings("ignore::xtok.errors.DraftFailedWarning")
-@pytest.mark.parametrize("processor", [*deep(False), True])
-@pytest.mark.parametrize("answer", [None, [5, 6], Tree(("a",), (-1,)), "vandalise"])  # type: ignore[arg-type]
-def test_a_draft_that_answers_with_anything_or_changes_what_it_is_shown_costs_speed_only(answer: Any, processor: bool) -> None:
-    """Found in review: what a draft returned was read where its failures aren't caught, and what it was shown was committed."""
-    drawn: dict[str, Any] = {"max_new_tokens": 12, "eos_token_id": None}
-    drawn |= {"logits_processor": partial(CountsItsCalls, 1.0), "repetition_penalty": 1.3} if processor else {}
-    ids = BYTES("吾輩は").input_ids
-    expected, _ = with_gap((MODEL, BYTES), ids, drawn)
-    xt = XTokAssisted((MODEL, BYTES), Vandal(answer), budget=TREE)
-    assert xt.generate("吾輩は", pad_token_id=0, **fresh(drawn)).token_ids == expected
-    assert alone(MODEL, ids, custom_generate=xt, pad_token_id=0, **fresh(drawn)) == expected
-
-
-def test_a_target_generates_up_to_its_last_learned_position() -> None:
-    model = fitting(BYTES, "GPT2", 0, window=32)
-    expected, _ = with_gap((model, BYTES), BYTES("吾輩は猫").input_ids, {"max_length": 32})
-    xt = XTokAssisted((model, BYTES), ScriptedDrafter(lambda context: [5] * 40), budget=TREE)
-    assert xt.generate("吾輩は猫", max_length=32, do_sample=False).token_ids == expected
 
 
 def test_a_perfect_draft_is_accepted_whole() -> None:

@@ -19,7 +19,6 @@ from worlds import (
 )
 
 from xtok import Budget, Engine, Generation, WrittenRound, XTokAssisted, pair
-from xtok.errors import InvalidInputError
 
 LONG = {**GREEDY, "max_new_tokens": 40, "eos_token_id": None}
 EDITS = ("whole", "from its middle on", "with a word changed", "of another text", "nonsense")
@@ -94,12 +93,6 @@ def test_what_is_learnt_of_a_prediction_is_of_that_text_alone() -> None:
     assert xt.setup.policy.picks > 9
 
 
-@pytest.mark.parametrize("wrong", [3, b"bytes", ["a"], {"type": "content"}])
-def test_what_is_no_text_is_refused(wrong: Any) -> None:
-    with pytest.raises(InvalidInputError, match="prediction"):
-        made(prediction=wrong)
-
-
 def test_a_prediction_takes_no_part_in_rejection_sampling() -> None:
     xt = XTokAssisted((TARGET, TOKENS), MADE["unrelated"](), acceptance="rejection")
     truth = xt.generate(TEXTS[0], **SAMPLED)
@@ -124,12 +117,6 @@ def test_some_of_the_drafts_write_the_same(kept: set[int], prompt: str, way: str
     again = deepcopy(part)
     assert again.names == part.names
     assert again.generate(prompt, **WAYS[way]).token_ids == found.token_ids
-
-
-@pytest.mark.parametrize("wrong", [["nobody"], "prompt lookup"])
-def test_drafts_that_there_are_not_are_refused(wrong: Any) -> None:
-    with pytest.raises(InvalidInputError, match="names"):
-        XTokAssisted((TARGET, TOKENS), MADE["as it comes"]()).with_drafts(wrong)
 
 
 # rounds as they come

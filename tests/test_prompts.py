@@ -15,7 +15,6 @@ from front_door import (
     PROMPTS,
     TARGET,
     TOKENS,
-    Recorder,
     encoded,
     forwards,
     truth,
@@ -130,6 +129,9 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "one number": (torch.tensor(5), {}, r"whole numbers"),
     "a mask of another length": ({"input_ids": [5, 6], "attention_mask": [1]}, {}, r"attention_mask.*1.*2"),
     "pictures": ({"input_ids": [5, 6], "pixel_values": [1]}, {}, r"pixel_values"),
+    "an encoding without ids": ({"input_ids": None}, {}, r"Give a list of whole numbers"),
+    "an encoding of a number": ({"input_ids": 5}, {}, r"Give a list of whole numbers"),
+    "a mask that is a number": ({"input_ids": [5, 6], "attention_mask": 5}, {}, r"Give a list of whole numbers"),
     "ids beside a text": ([5, PROMPT], {}, r"The prompt is 5\. Pass a text"),
 }
 
@@ -199,11 +201,6 @@ def test_a_list_of_numbers_is_one_prompt_and_a_list_of_lists_several() -> None:
     assert [one.token_ids for one in XT.generate(TOKENS(PROMPTS[:2]).input_ids, **GREEDY)] == list(map(truth, PROMPTS[:2]))
 
 
-def test_ids_are_sampled_as_their_text_is() -> None:
-    sampled = {**GREEDY, "do_sample": True, "seed": 3}
-    assert XT.generate(IDS, **sampled).token_ids == XT.generate(PROMPT, **sampled).token_ids
-
-
 # what the last call gave
 
 
@@ -247,19 +244,6 @@ def test_a_pipeline_generates_by_xtok_and_leaves_its_stats() -> None:
 
 
 # a seed
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-def test_a_seed_that_has_no_effect_is_refused(streamed: bool) -> None:
-    streamer: Any = Recorder()
-    with forwards(TARGET, OTHER) as seen, pytest.raises(InvalidInputError, match=r"seed=7 has no effect on greedy generation"):
-        XT.generate(PROMPT, seed=7, **({"streamer": streamer} if streamed else {}), **GREEDY)
-    with pytest.raises(InvalidInputError, match="no effect"):
-        XT.stream(PROMPT, seed=7, **GREEDY)
-    with pytest.raises(InvalidInputError, match="no effect"):
-        TARGET.generate(**encoded(PROMPT), seed=7, custom_generate=XT, **GREEDY)
-    assert not seen
-    assert streamer.calls == []
 
 
 def test_a_misspelt_role_is_refused() -> None:

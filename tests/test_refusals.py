@@ -1,5 +1,6 @@
 """Every refusal has its class, names the value and the remedy, and comes before any forward."""
 
+import re
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -8,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from front_door import BYTES, CHAT, GREEDY, OTHER, PROMPT, TARGET, TOKENS, Recorder, forwards
-from transformers import DynamicCache, LogitsProcessorList, QuantoConfig
+from front_door import BYTES, CHAT, GREEDY, OTHER, PROMPT, TARGET, TOKENS, Recorder, encoded, forwards
+from scripted import ScriptedDrafter
+from transformers import DynamicCache, LogitsProcessorList, QuantoConfig, StaticCache
 from worlds import TREE, alone, model
 
 from xtok import Budget, HeadsDrafter, PromptLookup, XTokAssisted
@@ -17,16 +19,17 @@ from xtok.align.tokenbytes import token_bytes
 from xtok.bench import runs
 from xtok.bench.compare import compare
 from xtok.drafts.heads import described
-from xtok.errors import InvalidInputError, UnsupportedArgumentError, XTokError
+from xtok.errors import InvalidInputError, UnsupportedArgumentError, UnsupportedModelError, XTokError
 from xtok.models.cache import CACHE
 from xtok.pair import HEADS
 from xtok.pair import TARGET as SAVED
 from xtok.tune import split
 
-PAIR = (TARGET, TOKENS)
+PAIR, DRAFT = (TARGET, TOKENS), (OTHER, BYTES)
+ENDLESS = {**GREEDY, "eos_token_id": None}
 SMALL = model("Llama", 50, 0, torch.float64)
 """Of fewer ids than any tokenizer here writes."""
-XT = XTokAssisted(PAIR, (OTHER, BYTES), budget=TREE)
+XT = XTokAssisted(PAIR, DRAFT, budget=TREE)
 for one in (XT, XTokAssisted((OTHER, BYTES))):
     one.generate(PROMPT, **GREEDY)  # what is found out about models once is found out here
 
@@ -50,146 +53,184 @@ def by_ids(ids: list[list[int]], **arguments: Any) -> Any:
     return TARGET.generate(torch.tensor(ids, dtype=torch.long), custom_generate=XT, **GREEDY, **arguments)
 
 
-Refused = tuple[Callable[[], Any], type[XTokError], str]
-
-SETTINGS: dict[str, Refused] = {
-    "a budget that is a number": (lambda: XTokAssisted(PAIR, budget=3), InvalidInputError, r"budget is 3; give a Budget"),
-    "a negative length": (
-        lambda: Budget(longest=-1, depth=5, width=4, schedule="constant"),
-        InvalidInputError,
-        r"longest of the budget is -1; .* 0 or more",
-    ),
-    "a confidence that is text": (
-        lambda: Budget(confidence="high", depth=5, width=4, schedule="constant"),
-        InvalidInputError,
-        r"confidence is 'high'; .* 0 to 1",
-    ),
-    "a threshold that is text": (
-        lambda: XTokAssisted(PAIR, posterior_alpha="low"),
-        InvalidInputError,
-        r"posterior_alpha is 'low'; .* above 0, and at most 1",
-    ),
-    "a threshold that is no number": (
-        lambda: XTokAssisted(PAIR, posterior_alpha=float("nan")),
-        InvalidInputError,
-        r"posterior_alpha is nan",
-    ),
-    "a draft that is nothing": (lambda: XTokAssisted(PAIR, [None]), InvalidInputError, r"The draft is NoneType\. Pass a hub"),
-    "two pairs that are no list": (
-        lambda: XTokAssisted(PAIR, (PAIR, PAIR)),
-        InvalidInputError,
-        r"The draft is \(tuple, tuple\)\. Pass a hub id",
-    ),
-    "no tokenizer": (
-        lambda: XTokAssisted((TARGET, None)),
-        InvalidInputError,
-        r"The target is \(LlamaForCausalLM, NoneType\)\. .* and its tokenizer",
-    ),
-    "a draft without its tokenizer": (
-        lambda: XTokAssisted(PAIR, (OTHER, 3)),
-        InvalidInputError,
-        r"The draft is \(GPTNeoXForCausalLM, int\)\. .* and its tokenizer",
-    ),
-    "a target of fewer ids than its tokenizer": (
+INVALID: list[tuple[Callable[[], Any], str]] = [
+    (lambda: XTokAssisted(PAIR, budget=3), r"budget is 3; give a Budget"),
+    (lambda: Budget(longest=-1), r"longest of the budget is -1; .* 0 or more"),
+    (lambda: Budget(depth=0), r"depth of the budget is 0; .* Use draft=None"),
+    (lambda: Budget(width=-3), r"width of the budget is -3; .* Use draft=None"),
+    (lambda: Budget(nodes=1.5), r"nodes of the budget is 1\.5; .* Use draft=None"),
+    (lambda: Budget(confidence="high"), r"confidence is 'high'; .* 0 to 1"),
+    (lambda: Budget(confidence=1.5), r"confidence is 1\.5"),
+    (lambda: Budget(schedule="linear"), r"schedule is 'linear'; use one of 'cost', 'constant', 'heuristic'"),
+    (lambda: XTokAssisted(PAIR, posterior_alpha="low"), r"posterior_alpha is 'low'; .* above 0, and at most 1"),
+    (lambda: XTokAssisted(PAIR, posterior_alpha=float("nan")), r"posterior_alpha is nan"),
+    (lambda: XTokAssisted(PAIR, DRAFT, acceptance="typical", posterior_alpha=1.5), r"posterior_alpha is 1\.5"),
+    (lambda: XTokAssisted(PAIR, DRAFT, acceptance="typical", posterior_threshold=0), r"posterior_threshold is 0"),
+    (lambda: XTokAssisted(PAIR, [None]), r"The draft is NoneType\. Pass a hub"),
+    (lambda: XTokAssisted(PAIR, (PAIR, PAIR)), r"The draft is \(tuple, tuple\)\. Pass a hub id"),
+    (lambda: XTokAssisted((TARGET, None)), r"The target is \(LlamaForCausalLM, NoneType\)\. .* and its tokenizer"),
+    (lambda: XTokAssisted(PAIR, (OTHER, 3)), r"The draft is \(GPTNeoXForCausalLM, int\)\. .* and its tokenizer"),
+    (
         lambda: XTokAssisted((SMALL, TOKENS)),
-        InvalidInputError,
         rf"The target's tokenizer writes ids up to {len(TOKENS) - 1}, and LlamaForCausalLM reads those below 50\. Pass the tok",
     ),
-    "a draft of fewer ids than its tokenizer": (
+    (
         lambda: XTokAssisted(PAIR, (SMALL, BYTES)),
-        InvalidInputError,
         rf"The draft's tokenizer writes ids up to {len(BYTES) - 1}, and LlamaForCausalLM reads those below 50\. Pass the tok",
     ),
-    "a draft that is the target": (
-        lambda: XTokAssisted(PAIR, (TARGET, BYTES)),
-        InvalidInputError,
-        r"The draft is the target itself, .* Give a smaller model",
-    ),
-    "a target that isn't there": (
+    (lambda: XTokAssisted(PAIR, (TARGET, BYTES)), r"The draft is the target itself, .* Give a smaller model"),
+    (
         lambda: XTokAssisted("./no/such/model"),
-        InvalidInputError,
         r"The target \./no/such/model is neither a local folder nor .* pass the path of a saved model",
     ),
-    "a draft that isn't there": (
-        lambda: XTokAssisted(PAIR, Path("nowhere")),
-        InvalidInputError,
-        r"The draft nowhere is neither a local folder nor",
-    ),
-    "a target that nobody knows": (
+    (lambda: XTokAssisted(PAIR, Path("nowhere")), r"The draft nowhere is neither a local folder nor"),
+    (
         lambda: XTokAssisted("nobody/no-such-model"),
-        InvalidInputError,
         r"The target nobody/no-such-model is neither a local folder nor available from the Hub: .* Check the name",
     ),
-    "a draft that nobody knows": (
+    (
         lambda: XTokAssisted(PAIR, "no-such-model"),
-        InvalidInputError,
         r"The draft no-such-model is neither a local folder nor available from the Hub: .* Check the name",
     ),
-    "a name of the command line": (
+    (
         lambda: XTokAssisted(PAIR, "lookup"),
-        InvalidInputError,
         r'"lookup" is a name of the command line\. In Python, pass \[PromptLookup\(\), TokenRecycling\(\)\]',
     ),
-    "a name that is none": (lambda: XTokAssisted("x y"), InvalidInputError, r"The target x y is neither .* Check the name"),
-    "a file": (
+    (lambda: XTokAssisted("x y"), r"The target x y is neither .* Check the name"),
+    (
         lambda: XTokAssisted(PAIR, HEADS),
-        InvalidInputError,
         r"The draft \S+ is a file\. Pass the folder that it is in, or a \.gguf file; for heads, HeadsDrafter\(file\)",
     ),
-    "a class": (lambda: XTokAssisted(PAIR, PromptLookup), InvalidInputError, r"The draft is the class PromptLookup\. Pass"),
-    "a folder of heads": (
-        lambda: HeadsDrafter(Path(__file__).parent),
-        InvalidInputError,
-        r"holds no heads: it is a folder\. Make one",
-    ),
-    "one text to learn from": (lambda: split("text"), InvalidInputError, r"prompts is 'text'; give a list of texts"),
-    "heads for a model that shares none": (
+    *[
+        (lambda draft=draft: XTokAssisted(PAIR, draft), rf"The draft is the class {draft.__name__}\. Pass")
+        for draft in (PromptLookup, HeadsDrafter, ScriptedDrafter)
+    ],
+    (lambda: HeadsDrafter(Path(__file__).parent), r"holds no heads: it is a folder\. Make one"),
+    (lambda: HeadsDrafter("no-heads"), r"no-heads does not exist.*train-heads"),
+    (
         lambda: described(SimpleNamespace(config=TARGET.config, get_output_embeddings=lambda: None), token_bytes(TOKENS)),
-        InvalidInputError,
         r"has no output embedding of its hidden size, 32",
     ),
-    "heads that aren't there": (lambda: HeadsDrafter("no-heads"), InvalidInputError, r"no-heads does not exist.*train-heads"),
-    "nothing to compare": (
-        lambda: compare(PAIR, (OTHER, BYTES), [], runs.SETTINGS["greedy"], max_new_tokens=3, guess_length=3),
-        InvalidInputError,
+    (lambda: split("text"), r"prompts is 'text'; give a list of texts"),
+    (
+        lambda: compare(PAIR, DRAFT, [], runs.SETTINGS["greedy"], max_new_tokens=3, guess_length=3),
         r"no prompts\. Give a file",
     ),
-    "a setting that nobody has": (
-        lambda: runs.named_settings(["warm"]),
-        InvalidInputError,
-        r"setting is .warm.; use one of greedy",
-    ),
-    "a device that nobody has": (
-        lambda: XTokAssisted(SAVED, device="abc"),
-        InvalidInputError,
-        r"device 'abc' can't be used: .* Use cpu",
-    ),
-    "a device for each of three": (
-        lambda: XTokAssisted(SAVED, device=("cpu",) * 3),
-        InvalidInputError,
-        r"device is \('cpu', 'cpu', 'cpu'\); give one value, or a pair",
-    ),
-    "a device and a map of devices": (
+    (lambda: runs.named_settings(["warm"]), r"setting is .warm.; use one of greedy"),
+    (lambda: XTokAssisted(SAVED, device="abc"), r"device 'abc' can't be used: .* Use cpu"),
+    (lambda: XTokAssisted(SAVED, device=("cpu",) * 3), r"device is \('cpu', 'cpu', 'cpu'\); give one value, or a pair"),
+    (
         lambda: XTokAssisted(SAVED, device="cpu", device_map="auto"),
-        InvalidInputError,
         r"device is 'cpu' and device_map is 'auto'; give one of them",
     ),
-    "a dtype for a loaded target": (
+    (
         lambda: XTokAssisted(PAIR, dtype="bfloat16"),
-        InvalidInputError,
         r"The target is loaded already, on cpu in torch\.float64, so dtype=torch\.bfloat16 can't .* device=\(None, 'cuda'\)",
     ),
-    "a dtype for a loaded draft": (
-        lambda: XTokAssisted(SAVED, [PromptLookup(), (OTHER, BYTES)], dtype=(None, "float16")),
-        InvalidInputError,
+    (
+        lambda: XTokAssisted(SAVED, [PromptLookup(), DRAFT], dtype=(None, "float16")),
         r"The draft is loaded already, .* so dtype=torch\.float16 can't be honoured.* device=\('cuda', None\)",
     ),
-    "quantisation of a loaded target": (
+    (
         lambda: XTokAssisted(PAIR, quantization_config=QuantoConfig()),
-        InvalidInputError,
         r"The target is loaded already, .* so quantization_config=QuantoConfig",
     ),
-}
+    (lambda: XT.with_drafts(["nobody"]), r"names"),
+    (lambda: XT.with_drafts("prompt lookup"), r"names"),
+    # what is asked for
+    (lambda: by_ids([[5, 99999]]), r"the id 99999, .* 0 to 592\. Encode it"),
+    (lambda: by_ids([[-1, 5]]), r"the id -1, .* from 0 to 592\. Encode it"),
+    (lambda: by_ids([[]]), r"no ids\. Pass at least one"),
+    (lambda: XTokAssisted((OTHER, nameless())).generate("", **GREEDY), r"The prompt '' has no ids.*Pass a text"),
+    (lambda: XT.generate(CHAT, **GREEDY), r"no chat template\. Pass the prompt"),
+    (lambda: XT.generate(["a", None, "b"], **GREEDY), r"^Prompt 2 of 3: The prompt is None\. Pass a text"),
+    *[
+        (lambda prompt=prompt: XT.generate(prompt, **GREEDY), r"The prompt is .+\. Pass a text")
+        for prompt in (3, None, b"text", 1.5, {"text": PROMPT}, [3.5], [PROMPT, None], [[PROMPT]])
+    ],
+    *[
+        (lambda seed=seed, ask=ask: ask(PROMPT, do_sample=True, seed=seed), rf"seed is {seed}; .* from 0 to 2\*\*64 - 1")
+        for ask in (XT.generate, XT.stream)
+        for seed in (-1, 2**64, True)
+    ],
+    *[
+        (lambda ask=ask: ask(PROMPT, seed=7, **GREEDY), r"seed=7 has no effect on greedy generation")
+        for ask in (XT.generate, XT.stream)
+    ],
+    (lambda: by_ids([[5]], seed=7), r"seed=7 has no effect on greedy generation"),
+    *[
+        (lambda one=one: XT.generate(PROMPT, prediction=one, **GREEDY), r"prediction")
+        for one in (3, b"bytes", ["a"], {"type": "content"})
+    ],
+    (
+        lambda: XT.stream([PROMPT, PROMPT], **GREEDY),
+        r"A list of prompts was given where one is expected\. Give one, or call XTokAssisted\.generate",
+    ),
+    *[
+        (
+            lambda prompt=prompt: XT.generate(prompt, logits_processor=Uncopiable(), **GREEDY),
+            r"logits_processor is <.*Uncopiable.*>; give a list of callables: logits_processor=\[…\]",
+        )
+        for prompt in (PROMPT, [PROMPT, "a"])
+    ],
+    (
+        lambda: XT.generate([PROMPT, "a"], stopping_criteria=lambda ids, scores: False, **GREEDY),
+        r"stopping_criteria is <function .*; give a list of callables: stopping_criteria=\[…\]",
+    ),
+    (
+        lambda: XT.generate(PROMPT, stopping_criteria=[5], **GREEDY),
+        r"stopping_criteria is \[5\]; give a list of callables",
+    ),
+    *[
+        (
+            lambda penalty=penalty: XT.generate(PROMPT, exponential_decay_length_penalty=penalty, **ENDLESS),
+            r"transformers can't use one of .*exponential_decay_length_penalty.*Give each what its documentation",
+        )
+        for penalty in ((3,), (3, 1.2))
+    ],
+    (
+        lambda: OTHER.generate(**encoded(PROMPT, tokens=BYTES), custom_generate=XT, **GREEDY),
+        r"another model .* Call target\.generate",
+    ),
+]
+
+UNSUPPORTED: list[tuple[Callable[[], Any], str]] = [
+    (
+        lambda: XT.generate([PROMPT, "a"], **{CACHE: DynamicCache(config=TARGET.config)}, **GREEDY),
+        rf"{CACHE} holds one sequence\. Call generate once per prompt",
+    ),
+    (
+        lambda: XT.generate([PROMPT, "a"], logits_processor=LogitsProcessorList([Uncopiable()]), **GREEDY),
+        r"its own copy of Uncopiable, and copying failed \(no copies\)\. Call generate once per prompt",
+    ),
+    (
+        lambda: XT.generate([PROMPT, "a"], streamer=Recorder(), **GREEDY),
+        r"A streamer takes one text\. Call generate once per prompt",
+    ),
+    (
+        lambda: XT.stream(PROMPT, **{**GREEDY, "do_sample": True, "num_return_sequences": 2}),
+        r"num_return_sequences=2 gives several sequences\. Call generate",
+    ),
+    (
+        lambda: TARGET.generate(inputs_embeds=torch.zeros(1, 3, 32).double(), custom_generate=XT, **GREEDY),
+        r"inputs_embeds.*Pass input_ids",
+    ),
+    (lambda: by_ids([[5], [6]], guidance_scale=1.5), r"Call generate once per row"),
+]
+
+
+@pytest.mark.parametrize(
+    ("error", "ask", "reported"),
+    [(InvalidInputError, *one) for one in INVALID] + [(UnsupportedArgumentError, *one) for one in UNSUPPORTED],
+)
+def test_what_makes_no_sense_is_refused_before_any_forward(
+    error: type[XTokError], ask: Callable[[], Any], reported: str
+) -> None:
+    state = torch.get_rng_state()
+    with forwards(TARGET, OTHER, SMALL) as seen, pytest.raises(error, match=reported) as refused:
+        ask()
+    assert not seen and isinstance(refused.value, XTokError) and isinstance(refused.value, ValueError)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_draft_that_is_not_there_is_reported_before_the_targets_weights_are_read(tmp_path: Path) -> None:
@@ -200,85 +241,42 @@ def test_a_draft_that_is_not_there_is_reported_before_the_targets_weights_are_re
         XTokAssisted(tmp_path, "./nowhere")
 
 
-PROMPTS: dict[str, Refused] = {
-    "an id beyond the model's": (lambda: by_ids([[5, 99999]]), InvalidInputError, r"the id 99999, .* 0 to 592\. Encode it"),
-    "an id below 0": (lambda: by_ids([[-1, 5]]), InvalidInputError, r"the id -1, .* from 0 to 592\. Encode it"),
-    "no ids": (lambda: by_ids([[]]), InvalidInputError, r"no ids\. Pass at least one"),
-    "nothing to begin with": (
-        lambda: XTokAssisted((OTHER, nameless())).generate("", **GREEDY),
-        InvalidInputError,
-        r"The prompt '' has no ids.*Pass a text",
-    ),
-    "a chat without a template": (
-        lambda: XT.generate(CHAT, **GREEDY),
-        InvalidInputError,
-        r"no chat template\. Pass the prompt",
-    ),
-    "a seed below 0": (lambda: XT.stream(PROMPT, seed=-1), InvalidInputError, r"seed is -1; .* from 0 to 2\*\*64 - 1"),
-    "a cache for several prompts": (
-        lambda: XT.generate([PROMPT, "a"], **{CACHE: DynamicCache(config=TARGET.config)}, **GREEDY),
-        UnsupportedArgumentError,
-        rf"{CACHE} holds one sequence\. Call generate once per prompt",
-    ),
-    "a processor without copies for several prompts": (
-        lambda: XT.generate([PROMPT, "a"], logits_processor=LogitsProcessorList([Uncopiable()]), **GREEDY),
-        UnsupportedArgumentError,
-        r"its own copy of Uncopiable, and copying failed \(no copies\)\. Call generate once per prompt",
-    ),
-    "a streamer for several prompts": (
-        lambda: XT.generate([PROMPT, "a"], streamer=Recorder(), **GREEDY),
-        UnsupportedArgumentError,
-        r"A streamer takes one text\. Call generate once per prompt",
-    ),
-    "a list to stream": (
-        lambda: XT.stream([PROMPT, PROMPT], **GREEDY),
-        InvalidInputError,
-        r"A list of prompts was given where one is expected\. Give one, or call XTokAssisted\.generate",
-    ),
-    "a processor that is in no list": (
-        lambda: XT.generate(PROMPT, logits_processor=Uncopiable(), **GREEDY),
-        InvalidInputError,
-        r"logits_processor is <.*Uncopiable.*>; give a list of callables: logits_processor=\[…\]",
-    ),
-    "a processor that is in no list, for several prompts": (
-        lambda: XT.generate([PROMPT, "a"], logits_processor=Uncopiable(), **GREEDY),
-        InvalidInputError,
-        r"logits_processor is <.*Uncopiable.*>; give a list of callables: logits_processor=\[…\]",
-    ),
-    "a criterion that is in no list, for several prompts": (
-        lambda: XT.generate([PROMPT, "a"], stopping_criteria=lambda ids, scores: False, **GREEDY),
-        InvalidInputError,
-        r"stopping_criteria is <function .*; give a list of callables: stopping_criteria=\[…\]",
-    ),
-    "a penalty on the length of a text without an end": (
-        lambda: XT.generate(PROMPT, exponential_decay_length_penalty=(3, 1.2), **{**GREEDY, "eos_token_id": None}),
-        InvalidInputError,
-        r"transformers can't use one of .*exponential_decay_length_penalty.*Give each what its documentation",
-    ),
-    "half a penalty on the length": (
-        lambda: XT.generate(PROMPT, exponential_decay_length_penalty=(3,), **GREEDY),
-        InvalidInputError,
-        r"transformers can't use one of .*exponential_decay_length_penalty.*Give each what its documentation",
-    ),
-    "a criterion that is none": (
-        lambda: XT.generate(PROMPT, stopping_criteria=[5], **GREEDY),
-        InvalidInputError,
-        r"stopping_criteria is \[5\]; give a list of callables",
-    ),
-    "a stream of several texts": (
-        lambda: XT.stream(PROMPT, **{**GREEDY, "do_sample": True, "num_return_sequences": 2}),
-        UnsupportedArgumentError,
-        r"num_return_sequences=2 gives several sequences\. Call generate",
-    ),
-}
-
-
-@pytest.mark.parametrize("given", [*SETTINGS, *PROMPTS])
-def test_what_makes_no_sense_is_refused_before_any_forward(given: str) -> None:
-    ask, error, reported = (SETTINGS | PROMPTS)[given]
-    with forwards(TARGET, OTHER, SMALL) as seen, pytest.raises(error, match=reported):
-        ask()
+def test_a_cache_that_cant_be_rolled_back_is_refused() -> None:
+    cache = StaticCache(config=TARGET.config, max_cache_len=64)
+    remedy = r"Leave \w+ out, or use DynamicCache\(config=model\.config\)"
+    with forwards(TARGET) as seen, pytest.raises(UnsupportedModelError, match=f"StaticCache .* {remedy}"):
+        XT.generate(PROMPT, **{CACHE: cache}, **GREEDY)
     assert not seen
+
+
+NEVER: list[dict[str, Any]] = [
+    {"num_beams": 2},
+    {"num_beams": 3, "do_sample": True},
+    {"penalty_alpha": 0.6, "top_k": 4},
+    {"dola_layers": "high"},
+    {"prompt_lookup_num_tokens": 3},
+    {"assistant_early_exit": 1},
+    {"use_cache": False},
+    {"cache_implementation": "static"},
+    {"output_attentions": True, "return_dict_in_generate": True},
+    {"output_hidden_states": True, "return_dict_in_generate": True},
+    {"assistant_model": OTHER},
+    {"inputs_embeds": torch.zeros(1, 3, 32)},
+    {"attention_mask": torch.tensor([[1]])},
+]
+
+
+@pytest.mark.parametrize("arguments", NEVER, ids=lambda arguments: next(iter(arguments)))
+def test_what_cant_be_honoured_is_refused_at_once_with_its_name_and_a_remedy(arguments: dict[str, Any]) -> None:
+    named = {"penalty_alpha": "contrastive_search", "dola_layers": "dola_generation"}
+    name, asked = next(iter(arguments)), {**GREEDY, **arguments}
+    ways: list[Callable[[], Any]] = [lambda: XT.generate(PROMPT, **asked), lambda: XT.stream(PROMPT, **asked)]
+    if name not in ("inputs_embeds", "attention_mask"):
+        ways.append(lambda: TARGET.generate(**encoded(PROMPT), custom_generate=XT, **asked))
+    for ask in ways:
+        with forwards(TARGET, OTHER) as seen, pytest.raises(UnsupportedArgumentError, match=named.get(name, name)) as error:
+            ask()
+        assert not seen and re.search("Use |Leave |Call |Pass |Iterate ", str(error.value))
 
 
 @pytest.mark.parametrize(

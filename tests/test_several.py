@@ -18,7 +18,6 @@ from properties import padded, right
 from scripted import ScriptedDrafter, paths_of, tree_of
 from transformers import LogitsProcessorList
 from worlds import (
-    TREE,
     TREE_3,
     fitting,
     tokenizer,
@@ -30,11 +29,9 @@ from xtok.align.vocabulary import Vocabulary
 from xtok.drafts.base import Drafter, Request
 from xtok.drafts.given import ModelDraft
 from xtok.drafts.growth import Path, grown
-from xtok.drafts.heads import HeadsDrafter
 from xtok.drafts.meter import Meter
 from xtok.drafts.policy.policy import DraftPolicy, Outcome, Policy
 from xtok.drafts.session import Session
-from xtok.errors import DraftFailedWarning, InvalidInputError
 from xtok.models.forwards import Steps, together
 from xtok.models.load import draft_model, target_model
 from xtok.models.prompts import prompt_ids
@@ -84,18 +81,6 @@ def test_a_merged_tree_keeps_within_the_budget(found: list[list[tuple[list[int],
     guesses = [tree_of(one) for one in found]
     tree, _ = merged(guesses, Budget(nodes=nodes, depth=5, width=4, schedule="constant"))
     assert len(tree) == min(nodes, len({path for one in guesses for path in paths_of(one)}))
-
-
-def test_a_draft_that_raises_takes_none_of_the_others_with_it() -> None:
-    def fails(context: Context) -> list[int]:
-        raise MemoryError("simulated")
-
-    with pytest.warns(DraftFailedWarning, match="simulated"):
-        generation = XTokAssisted((TARGET, TOKENS), [ScriptedDrafter(fails), right(TRUTH, START)], budget=TREE).generate(
-            "吾輩は", **GREEDY
-        )
-    assert generation.token_ids == TRUTH
-    assert generation.stats.tokens_per_forward > 3
 
 
 def test_each_draft_is_told_what_was_accepted_of_it() -> None:
@@ -226,68 +211,7 @@ def test_a_draft_continues_only_tokens_that_it_is_confident_of() -> None:
     assert grows(0.3, confidence=0.4) == 1
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"schedule": "linear"}, "schedule is 'linear'; use one of 'cost', 'constant', 'heuristic'"),
-        ({"confidence": 1.5}, "confidence is 1.5"),
-    ],
-)
-def test_schedules_that_make_no_sense_are_refused(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidInputError, match=message):
-        Budget(**wrong)
-
-
 # what a drafter may return, and what may fail
-
-
-class Fails:
-    """A draft that can't be made."""
-
-    def start(self, request: Request) -> Drafter:
-        raise MemoryError("simulated")
-
-
-def test_a_draft_that_can_not_be_made_costs_speed_only() -> None:
-    with pytest.warns(DraftFailedWarning, match="simulated"):
-        generation = XTokAssisted((TARGET, TOKENS), [Fails(), OTHER], budget=TREE_3).generate("吾輩は", **GREEDY)
-    assert generation.token_ids == TRUTH
-    assert generation.stats.draft_forwards
-
-
-@pytest.mark.parametrize(
-    "odd",
-    [
-        Tree((5,), (-1,), probabilities=(9000.0,)),
-        Tree((5, 6), (-1, 0), probabilities=(float("inf"), -3.0)),
-        Tree((torch.tensor(5),), (-1,), probabilities=(torch.tensor(0.5),)),  # type: ignore[arg-type]
-        Tree((5,), (-1,), probabilities=(0.0,)),
-    ],
-)
-def test_numbers_that_are_no_probabilities_are_taken_for_the_nearest_one(odd: Tree) -> None:
-    for schedule in ("cost", "constant", "heuristic"):
-        budget = Budget(3, schedule=schedule, width=4)
-        generation = XTokAssisted((TARGET, TOKENS), [ScriptedDrafter(lambda _: odd), PromptLookup()], budget=budget).generate(
-            "吾輩は", **GREEDY
-        )
-        assert generation.token_ids == TRUTH
-        assert generation.stats.draft_error is None
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        Tree((5, 6), (-1, -1), probabilities=(0.5, float("nan"))),
-        Tree((5,), (-1,), probabilities=("x",)),  # type: ignore[arg-type]
-        Tree((5,), (-1,), probabilities=(None,)),  # type: ignore[arg-type]
-        Tree((5.5,), (-1,)),  # type: ignore[arg-type]
-    ],
-)
-def test_a_tree_that_makes_no_sense_costs_speed_only(wrong: Tree) -> None:
-    drafts = [ScriptedDrafter(lambda _: wrong), PromptLookup()]
-    with pytest.warns(DraftFailedWarning):
-        generation = XTokAssisted((TARGET, TOKENS), drafts).generate("吾輩は", **GREEDY)
-    assert generation.token_ids == TRUTH
 
 
 class Remembers:
@@ -320,33 +244,6 @@ def test_a_draft_of_the_callers_own_starts_a_drafter_for_each_text_and_shows_it_
     for drafter, text in zip(draft.started, texts, strict=True):
         assert drafter.seen
         assert all(text[: len(ids)] == ids for ids in drafter.seen)
-
-
-@pytest.mark.parametrize("given", [PromptLookup, HeadsDrafter, ScriptedDrafter])
-def test_a_class_in_place_of_a_draft_is_refused(given: Any) -> None:
-    with pytest.raises(InvalidInputError, match="The draft is the class"):
-        XTokAssisted((TARGET, TOKENS), given)
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"guess": torch.tensor([1, 2])}, {"guess": 5}, {"distributions": 5}, {"distributions": (5, None)}]
-)
-@pytest.mark.parametrize("width", [1, 4])
-def test_a_tree_whose_extras_make_no_sense_is_taken_without_them(wrong: dict[str, Any], width: int) -> None:
-    drafts = [ScriptedDrafter(lambda _: Tree((5, 6), (-1, 0), **wrong)), PromptLookup()]
-    xt = XTokAssisted((TARGET, TOKENS), drafts, budget=Budget(3, width, schedule="constant"))
-    generation = xt.generate("吾輩は", **GREEDY)
-    assert generation.token_ids == TRUTH
-    assert generation.stats.draft_error is None
-
-
-def test_a_start_that_gives_no_drafter_is_reported() -> None:
-    class Nothing:
-        def start(self, request: Request) -> None:
-            return None
-
-    with pytest.warns(DraftFailedWarning, match="must return a drafter"):
-        XTokAssisted((TARGET, TOKENS), [Nothing()]).generate("吾輩は", **GREEDY)
 
 
 # texts of an instance

@@ -13,10 +13,10 @@ from front_door import (
     TARGET,
     TOKENS,
     Recorder,
-    each_draft,
     encoded,
     forced,
     forwards,
+    helped,
     truth,
 )
 from scripted import ScriptedDrafter
@@ -25,7 +25,7 @@ from worlds import TREE
 from xtok import XTokAssisted
 from xtok.errors import InvalidInputError, UnsupportedArgumentError
 
-xt = each_draft
+xt = helped
 
 
 # stream

@@ -2,14 +2,13 @@
 
 from copy import deepcopy
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted import ScriptedDrafter, paths_of, tree_of
+from scripted import paths_of, tree_of
 from transformers import AutoModelForCausalLM
 from worlds import ARCHITECTURES, TREE, fitting, model, tokenizer
 
@@ -17,7 +16,6 @@ from xtok import Budget, Tree, XTokAssisted
 from xtok.drafts.growth import IdPath, Path, grown
 from xtok.drafts.growth import tree_of as grown_tree
 from xtok.drafts.tree import CARRIED, Trie
-from xtok.errors import DraftFailedWarning, InvalidInputError
 from xtok.models.forwards import Steps, together
 from xtok.models.probe import traits
 
@@ -198,23 +196,6 @@ def test_a_grown_tree_holds_the_most_likely_guesses(data: st.DataObject, budget:
     assert min(kept.values(), default=2) >= max((one for path, one in expected.items() if path not in kept), default=0)
     best = max((guess.probability for guess in found), default=0)
     assert not kept or tree.guess in [guess.written for guess in found if guess.probability == best]
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [((5,), ()), ((5,), (0,)), ((5, 6), (-1, 1)), ((5,), (-2,)), ((5, 6), (-1, 0), b"", (), (0.5,))],
-    ids=["no parent", "its own parent", "a later parent", "a parent before the context", "half the probabilities"],
-)
-def test_what_is_no_tree_is_refused_and_costs_speed_only(wrong: tuple[Any, ...]) -> None:
-    with pytest.raises(InvalidInputError, match="This is no tree"):
-        Tree(*wrong)
-    tokens = tokenizer("byte-level BPE")
-    target = fitting(tokens, "Llama", 0)
-    asked = {"max_new_tokens": 12, "do_sample": False}
-    broken = ScriptedDrafter(lambda context: Tree(*wrong))
-    with pytest.warns(DraftFailedWarning, match="This is no tree"):
-        generation = XTokAssisted((target, tokens), broken, budget=TREE).generate("吾輩は", **asked)
-    assert generation.token_ids == XTokAssisted((target, tokens)).generate("吾輩は", **asked).token_ids
 
 
 @given(guesses=guesses, first=st.integers(0, 4), says=st.booleans())
