@@ -3,9 +3,9 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from numbers import Real
-from threading import TIMEOUT_MAX, Condition
+from threading import TIMEOUT_MAX, Event
 
 from xtok.align.text import utf8_decoder
 from xtok.decoding.sequence import Round
@@ -23,8 +23,7 @@ class Ticket:
         self._future: Future[Generation] = Future()
         self._pieces: list[str] = []
         self._decoder = utf8_decoder()
-        self._changed = Condition()
-        self._listeners: list[Callable[[], None]] = []
+        self._listeners: list[Callable[[], object]] = []
         self._on_cancel = on_cancel
         self.cancelled = False
         self.tokens = self.proposed = self.accepted = 0
@@ -56,38 +55,39 @@ class Ticket:
 
     def __iter__(self) -> Iterator[str]:
         """Yield the new text in pieces as they are committed, never half a character. Then raise what `result` raises."""
-        sent = 0
-        while True:
-            with self._changed:
-                while len(self._pieces) == sent and not self.done:
-                    self._changed.wait()
-                pieces, ended = self._pieces[sent:], self.done
-            yield from pieces
-            sent += len(pieces)
-            if ended:
-                self.result()
-                return
+        changed, sent, ended = Event(), 0, False
+        with self.notifying(changed.set):
+            while not ended:
+                changed.wait()
+                changed.clear()
+                ended, pieces = self.done, self.pieces(sent)
+                yield from pieces
+                sent += len(pieces)
+        self.result()
 
     async def __aiter__(self) -> AsyncIterator[str]:
-        loop, event, sent = asyncio.get_running_loop(), asyncio.Event(), 0
-
-        def listener() -> None:
-            with suppress(RuntimeError):  # the loop was closed, and nobody waits any more
-                loop.call_soon_threadsafe(event.set)
-
-        self._listeners.append(listener)
-        try:
-            while True:
-                event.clear()
-                ended, pieces = self.done, self._pieces[sent:]
+        loop, changed, sent, ended = asyncio.get_running_loop(), asyncio.Event(), 0, False
+        with self.notifying(lambda: loop.call_soon_threadsafe(changed.set)):
+            while not ended:
+                await changed.wait()
+                changed.clear()
+                ended, pieces = self.done, self.pieces(sent)
                 for piece in pieces:
                     yield piece
                 sent += len(pieces)
-                if ended:
-                    self.result()
-                    return
-                if len(self._pieces) == sent:
-                    await event.wait()
+        self.result()
+
+    def pieces(self, start: int = 0) -> list[str]:
+        """The pieces that came so far, without the first `start`."""
+        return self._pieces[start:]
+
+    @contextmanager
+    def notifying(self, listener: Callable[[], object]) -> Iterator[None]:
+        """Call `listener` at once, and whenever a piece comes or the request ends, in the thread in which that happens."""
+        self._listeners.append(listener)
+        listener()
+        try:
+            yield
         finally:
             self._listeners.remove(listener)
 
@@ -100,19 +100,19 @@ class Ticket:
     def add(self, data: bytes, *, final: bool = False) -> None:
         """Called by the engine with further bytes of text: hand out the characters that they complete."""
         if piece := self._decoder.decode(data, final):
-            self._notify(lambda: self._pieces.append(piece))
+            self._pieces.append(piece)
+            self._notify()
 
     def end(self, result: Generation | BaseException) -> None:
         """Called by the engine when the request has ended."""
         self._on_cancel = lambda: None
         if isinstance(result, BaseException):
-            self._notify(lambda: self._future.set_exception(result))
+            self._future.set_exception(result)
         else:
-            self._notify(lambda: self._future.set_result(result))
+            self._future.set_result(result)
+        self._notify()
 
-    def _notify(self, change: Callable[[], None]) -> None:
-        with self._changed:
-            change()
-            self._changed.notify_all()
+    def _notify(self) -> None:
         for listener in list(self._listeners):
-            listener()
+            with suppress(RuntimeError):  # its loop was closed, and nobody waits any more
+                listener()

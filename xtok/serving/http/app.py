@@ -15,7 +15,8 @@ from starlette.requests import ClientDisconnect
 
 from xtok.models.cache import context_window
 from xtok.results.page import TINTS, VIEW
-from xtok.serving.http.completions import complete
+from xtok.serving.http.answers import answered
+from xtok.serving.http.completions import Choices
 from xtok.serving.http.middleware import authenticated, body_of, context_of, error_response, log_refusal, logged
 from xtok.serving.http.protocol import Chat, Completion, RequestError, fields_of, read
 from xtok.serving.http.responses import Responses, respond
@@ -34,8 +35,8 @@ def app_of(service: Service, *, key: str | None = None, origins: Sequence[str] =
     _add_errors(app, service)
     _add_operations(app, service)
     _add_models(app, service)
-    _add(app, service, "/v1/completions", partial(read, Completion), complete)
-    _add(app, service, "/v1/chat/completions", partial(read, Chat), complete)
+    _add(app, service, "/v1/completions", partial(read, Completion), partial(answered, Choices))
+    _add(app, service, "/v1/chat/completions", partial(read, Chat), partial(answered, Choices))
     _add(app, service, "/v1/responses", partial(fields_of, Responses), respond)
     _add_page(app, service)
     if key is not None:

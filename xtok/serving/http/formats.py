@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 from xtok.assisted import XTokAssisted
 from xtok.errors import InvalidInputError
 from xtok.models.cache import end_ids
-from xtok.serving.http.protocol import Chat, RequestError
+from xtok.serving.http.processors import Record
+from xtok.serving.http.protocol import Chat, Completion, RequestError
 from xtok.serving.http.reading import REASONING, Follower, Reader
 
 _ENDING = 16
@@ -163,7 +164,7 @@ def format_for(body: Chat, known: Format) -> Format:
     calls = known.calls if known.own is None else None
     if body.forced:
         return known if calls else replace(known, calls=FORCED, own=None)
-    if body.offers_tools and body.has_format and not (calls and calls.is_marked):
+    if body.functions and body.has_format and not (calls and calls.is_marked):
         raise RequestError(
             "This target's calls of tools can't be told from other JSON, so response_format can't be combined with tools. "
             'Leave one of them out, or set tool_choice to "none".',
@@ -177,21 +178,25 @@ def ending_of(xt: XTokAssisted, ids: Sequence[int]) -> str:
     return str(xt.tokenizer.decode(ids[-_ENDING:]))
 
 
-def reader_of(body: Chat, known: Format, xt: XTokAssisted, ids: Sequence[int]) -> tuple[Reader, Follower | None]:
-    """What parses one text of a chat, and what follows its ids for that, unless all is content. `ids`: the prompt's."""
-    template = known.template(body.offers_tools)
-    if template is None:
-        return Reader(stops=body.stops), None
+def follower_of(
+    body: Completion | Chat, known: Format, xt: XTokAssisted, ids: Sequence[int], record: Record | None, start: int = 0
+) -> Follower | None:
+    """What reads one text while its ids are committed; None if all of it is content. `ids`: the prompt's. `record`, `start`: as
+    for `Follower`.
+    """
+    template, stops = known.template(bool(body.functions)), body.stops
+    if template is None and not stops and record is None:
+        return None
     prompt = str(xt.tokenizer.decode(ids)) if known.own is not None else ending_of(xt, ids)
-    most = 1 if body.parallel_tool_calls is False else None
-    reader = Reader(template, known.prefix(prompt), body.tools or (), most, body.stops)
-    ends = set(end_ids(xt.model))
+    tools, most = (body.tools or (), 1 if body.calls_once else None) if isinstance(body, Chat) else ((), None)
+    reader = Reader(template, known.prefix(prompt), tools, most, stops)
+    view, ends, written = xt.target.vocabulary.view, set(end_ids(xt.model)), (*known.markers, *stops)
     names = {
         token: name.encode()
         for name, token in added_ids(xt).items()
-        if xt.target.vocabulary.view[token] is None and token not in ends and (known.own is not None or name in known.markers)
+        if view[token] is None and token not in ends and (known.own is not None or name in written)
     }
-    return reader, Follower(reader, xt.target.vocabulary.view, names, len(ids))
+    return Follower(reader, view, names, record, start)
 
 
 def added_ids(xt: XTokAssisted) -> dict[str, int]:

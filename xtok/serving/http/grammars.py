@@ -14,7 +14,7 @@ from xtok.assisted import XTokAssisted
 from xtok.models.cache import end_ids
 from xtok.sampling.grammar import GrammarError, allowed_ids, in_one_line
 from xtok.serving.http.formats import CallFormat, Format, added_ids, ending_of
-from xtok.serving.http.protocol import Body, Chat, RequestError, ToolChoice
+from xtok.serving.http.protocol import Chat, Completion, RequestError
 
 SECONDS = 5.0
 """How many seconds a grammar may take to compile."""
@@ -35,7 +35,7 @@ _SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 _THOUGHT = "thought: /(?s:.*)/"
 
 
-def matcher_for(body: Body, known: Format, xt: XTokAssisted, ids: Sequence[int]) -> Any:
+def matcher_for(body: Completion | Chat, known: Format, xt: XTokAssisted, ids: Sequence[int]) -> Any:
     """The matcher for texts with the calls that a chat forces, or in the response format, or with calls if there are tools too;
     each after reasoning if the target reasons. Each text needs its own `deep_copy`. None if any text will do. `ids`: the
     prompt's. Raises `RequestError` if none can be made.
@@ -43,9 +43,9 @@ def matcher_for(body: Body, known: Format, xt: XTokAssisted, ids: Sequence[int])
     llguidance finds some faults, such as a reference to itself, only while it follows ids, so a few are tried for each schema:
     the first allowed one each time. What is compiled to see whether it can be has no ids of control tokens.
     """
-    if not (body.has_format or (isinstance(body, Chat) and body.forced)):
+    if not (body.has_format or body.forced):
         return None
-    functions = _functions(body)
+    functions = body.forced or body.functions
     formats = [_format_schema(body)] if body.has_format else []
     grammar, plain = (grammar_of(body, known, ending_of(xt, ids), added) for added in (added_ids(xt), {}))
     try:
@@ -63,14 +63,7 @@ def matcher_for(body: Body, known: Format, xt: XTokAssisted, ids: Sequence[int])
         raise RequestError(f"Texts can't follow this response_format{beside}: {error}", "response_format") from error
 
 
-def _functions(body: Body) -> list[dict[str, Any]]:
-    """The functions that a grammar has to allow."""
-    if not isinstance(body, Chat):
-        return []
-    return body.forced or [tool["function"] for tool in (body.tools or ()) if body.offers_tools]
-
-
-def _format_schema(body: Body) -> Any:
+def _format_schema(body: Completion | Chat) -> Any:
     """The JSON schema of a response format. Raises `RequestError` if it has none."""
     requested = body.response_format
     assert requested is not None
@@ -81,14 +74,13 @@ def _format_schema(body: Body) -> Any:
     return requested.json_schema.schema_
 
 
-def grammar_of(body: Body, known: Format, prompt: str, added: Mapping[str, int]) -> str:
+def grammar_of(body: Completion | Chat, known: Format, prompt: str, added: Mapping[str, int]) -> str:
     """The grammar of a text in llguidance's Lark. `prompt`: its end, which may have opened the reasoning already. `added`: the
     ids of added tokens, by name. The grammar refers to them by id: llguidance takes none of them for text.
     """
     rules, answers = list[str](), list[str]()
-    if (functions := _functions(body)) and isinstance(body, Chat) and known.calls is not None:
-        several = not isinstance(body.tool_choice, ToolChoice) and body.parallel_tool_calls is not False
-        rules += _call_rules(functions, known.calls, added, several=several)
+    if isinstance(body, Chat) and body.functions and known.calls is not None:
+        rules += _call_rules(body.forced or body.functions, known.calls, added, several=not body.calls_once)
         answers.append("calls")
     if body.has_format:
         rules.append(f"format: %json {dumps(_format_schema(body))}")

@@ -46,27 +46,20 @@ def prompt_picks(model: PreTrainedModel, ids: Sequence[int], top: int) -> list[P
 
 
 class Record:
-    """Records the log-probabilities of picked ids and the `top` most likely, without changing scores. `picked`: the record of
-    all ids but the last: an id is recorded when the next one is picked, or by `end`.
-    """
+    """Keeps the log-probabilities for the next pick, and changes no scores. `top`: how many of the likeliest to report."""
 
     def __init__(self, top: int) -> None:
-        self.picked: list[Picked] = []
         self._top = top
-        self._row: Tensor | None = None
+        self._row = torch.zeros(0)
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
         """`ids`: (1, length). `scores`: (1, vocabulary)."""
-        if self._row is not None:
-            self.end(int(ids[0, -1]))
         self._row = scores[0].float().log_softmax(dim=-1)
         return scores
 
-    def end(self, token: int) -> None:
-        """Record `token`, the id that was picked last."""
-        if self._row is not None:
-            self.picked.append(picked_from(self._row, token, self._top))
-            self._row = None
+    def picked(self, token: int) -> Picked:
+        """What is reported of `token`, which was picked."""
+        return picked_from(self._row, token, self._top)
 
 
 def _finite(logprob: float) -> float:

@@ -1,11 +1,11 @@
 """What clients send and what they get instead of an answer: OpenAI's fields, checked, and its error object."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from math import isfinite
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
@@ -38,6 +38,8 @@ _FIELD = re.compile(r"(?!(str|int|float|bool)$)[a-z_]+")
 """A field's name in the place of a fault, in which pydantic also names the types that it tried."""
 _LARGE = re.compile(rb"[eE]\+?\d\d|\d{300}")
 """What is in all numbers that are too large for a float."""
+Fault: TypeAlias = tuple[str, Any, str]
+"""A field, whether something is wrong with it, and what."""
 Item = TypeVar("Item")
 B = TypeVar("B", bound="Body")
 Items = Annotated[list[Item], Field(fail_fast=True)]
@@ -80,11 +82,6 @@ class Fields(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
 
-    @property
-    def ignored(self) -> list[str]:
-        """The names of fields that have no effect, though clients may expect one."""
-        return [name for name in _IGNORED if (self.model_extra or {}).get(name) is not None]
-
 
 class StreamOptions(Fields):
     include_usage: bool | None = None
@@ -124,26 +121,37 @@ Stop = Annotated[str, Field(min_length=1)]
 Top = Annotated[int, Field(ge=0, le=20)]
 
 
-class Body(Fields):
+class Common(Fields):
     """The fields of all requests. None is the same as leaving a field out."""
 
     model: str | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=1e-3, le=1e3)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    stream: bool | None = None
+    user: Annotated[str, Field(max_length=512)] | None = None
+
+    @property
+    def ignored(self) -> list[str]:
+        """The names of fields that have no effect, though clients may expect one."""
+        return [name for name in _IGNORED if (self.model_extra or {}).get(name)]
+
+
+class Body(Common):
+    """The fields of completions and chats. `field`: the name of that with the prompt."""
+
+    field: ClassVar[str]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     n: Annotated[int, Field(ge=1, le=MOST)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     logit_bias: Biases | None = None
     response_format: ResponseFormat | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: Annotated[str, Field(max_length=512)] | None = None
     prediction: Prediction | None = None
     return_trace: bool | None = None
 
@@ -156,10 +164,13 @@ class Body(Fields):
     def has_format(self) -> bool:
         return self.response_format is not None and self.response_format.type != "text"
 
-    @property
-    def takes_long(self) -> bool:
-        """Whether it takes long to prepare."""
-        return self.has_format
+    def faults(self) -> list[Fault]:
+        """What may be wrong with the fields together."""
+        size, unstreamed = sum(map(len, self.stops)), self.stream_options is not None and not self.stream
+        return [
+            ("stream_options", unstreamed, "stream_options needs a stream. Leave it out, or set stream to true."),
+            ("stop", size > STOPS, f"stop has {size} characters in all; this server allows {STOPS}."),
+        ]
 
     @property
     def includes_usage(self) -> bool:
@@ -169,14 +180,22 @@ class Body(Fields):
 class Completion(Body):
     """`POST /v1/completions`."""
 
+    field: ClassVar = "prompt"
+    functions: ClassVar[list[dict[str, Any]]] = []
+    forced: ClassVar[list[dict[str, Any]]] = []
     prompt: str | Items[int] | Items[str] | Items[Items[int]]
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Top | None = None
     echo: bool | None = None
 
+    def faults(self) -> list[Fault]:
+        message = "max_tokens is 0, which needs echo to be true. Ask for at least one token."
+        return [*super().faults(), ("max_tokens", self.max_tokens == 0 and not self.echo, message)]
+
     @property
-    def takes_long(self) -> bool:
-        return self.has_format or bool(self.echo and self.logprobs is not None)
+    def top(self) -> int | None:
+        """How many of the likeliest ids to report beside each that is picked; None to report no log-probabilities."""
+        return self.logprobs
 
 
 _FUNCTION_NAME = re.compile(r"[\w.-]{1,64}")
@@ -210,6 +229,7 @@ class ToolChoice(Fields):
 class Chat(Body):
     """`POST /v1/chat/completions`."""
 
+    field: ClassVar = "messages"
     messages: Annotated[Items[dict[str, Any]], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
@@ -220,21 +240,42 @@ class Chat(Body):
     reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
+    def faults(self) -> list[Fault]:
+        limits, forces = {self.max_tokens, self.max_completion_tokens} - {None}, self.tool_choice not in (None, "auto", "none")
+        return [
+            *super().faults(),
+            ("max_completion_tokens", len(limits) > 1, "max_tokens and max_completion_tokens are one limit. Give only one."),
+            ("top_logprobs", self.top_logprobs and not self.logprobs, "top_logprobs needs logprobs to be true."),
+            ("tool_choice", forces and not self.forced, "tool_choice needs tools, and may name only a function among them."),
+            ("tool_choice", self.forced and self.has_format, "A call can't be forced beside a response_format. Leave one out."),
+            (
+                "chat_template_kwargs",
+                "chat_template" in (self.chat_template_kwargs or {}),
+                "A template is a program: leave it out.",
+            ),
+        ]
+
     @property
-    def offers_tools(self) -> bool:
-        return bool(self.tools) and self.tool_choice != "none"
+    def functions(self) -> list[dict[str, Any]]:
+        """The functions that may be called."""
+        return [] if self.tool_choice == "none" else [tool["function"] for tool in self.tools or ()]
 
     @property
     def forced(self) -> list[dict[str, Any]]:
         """The functions of which one must be called; none if the target may choose."""
-        functions = [tool["function"] for tool in self.tools or ()]
         if isinstance(self.tool_choice, ToolChoice):
-            return [one for one in functions if one["name"] == self.tool_choice.function.name][:1]
-        return functions if self.tool_choice == "required" else []
+            return [one for one in self.functions if one["name"] == self.tool_choice.function.name][:1]
+        return self.functions if self.tool_choice == "required" else []
 
     @property
-    def takes_long(self) -> bool:
-        return bool(self.forced) or self.has_format
+    def calls_once(self) -> bool:
+        """Whether no more than one call may be made."""
+        return isinstance(self.tool_choice, ToolChoice) or self.parallel_tool_calls is False
+
+    @property
+    def top(self) -> int | None:
+        """How many of the likeliest ids to report beside each that is picked; None to report no log-probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 F = TypeVar("F", bound=Fields)
@@ -256,29 +297,27 @@ def _values(given: bytes) -> Any:
         found = from_json(given, allow_inf_nan=False)
     except ValueError as error:
         raise RequestError(f"The body isn't valid JSON (NaN and Infinity aren't allowed): {error}.") from None
-    left = [found] if _LARGE.search(given) else []
-    while left:
-        one = left.pop()
-        if isinstance(one, float) and not isfinite(one):
-            raise RequestError("The body has a number that is too large for a float.")
-        if isinstance(one, list | dict):
-            left += one.values() if isinstance(one, dict) else one
+    if _LARGE.search(given) and any(isinstance(one, float) and not isfinite(one) for one in leaves(found)):
+        raise RequestError("The body has a number that is too large for a float.")
     return found
+
+
+def leaves(given: Any) -> Iterator[Any]:
+    """What there is in lists and objects of JSON that is neither, without the names of fields."""
+    left = [given]
+    while left:
+        if isinstance(one := left.pop(), list | dict):
+            left += one.values() if isinstance(one, dict) else one
+        else:
+            yield one
 
 
 def read(kind: type[B], given: bytes | dict[str, Any]) -> B:
     """The body of a request. Raises `RequestError`, with the field's name, for what can't be honoured."""
     body = fields_of(kind, given)
-    if body.stream_options is not None and not body.stream:
-        raise RequestError(
-            "stream_options has no effect without a stream. Leave it out, or set stream to true.", "stream_options"
-        )
-    if (size := sum(map(len, body.stops))) > STOPS:
-        raise RequestError(f"stop has {size} characters in all; this server allows {STOPS}.", "stop")
-    if isinstance(body, Chat):
-        _check_chat(body)
-    if body.max_tokens == 0 and not (isinstance(body, Completion) and body.echo):
-        raise RequestError("max_tokens is 0, which needs echo to be true. Ask for at least one token.", "max_tokens")
+    for name, is_fault, message in body.faults():
+        if is_fault:
+            raise RequestError(message, name)
     return body
 
 
@@ -297,33 +336,9 @@ def _refuse_unknown(fields: Fields, inside: str = "") -> None:
         is_neutral = not inside and (name in (*_LABELS, *_IGNORED) or value in _NEUTRAL.get(name, ()))
         if value is not None and not is_neutral:
             field = f"{inside}{name}"
-            if name in _REMEDIES:
-                remedy = _REMEDIES[name]
-            elif near := get_close_matches(name, type(fields).model_fields, 1, cutoff=0.85):
-                remedy = f"Did you mean {inside}{near[0]}?"
-            else:
-                remedy = "Leave it out."
+            near = get_close_matches(name, type(fields).model_fields, 1, cutoff=0.85)
+            remedy = _REMEDIES.get(name) or (f"Did you mean {inside}{near[0]}?" if near else "Leave it out.")
             raise RequestError(f"{field} isn't supported. {remedy}", field, code="unsupported_parameter")
     for name in type(fields).model_fields:
         if isinstance(part := getattr(fields, name), Fields):
             _refuse_unknown(part, f"{inside}{name}.")
-
-
-def _check_chat(body: Chat) -> None:
-    """Raises `RequestError` for fields that don't go together."""
-    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
-        raise RequestError(
-            "max_tokens and max_completion_tokens are two names for one limit. Give only one.", "max_completion_tokens"
-        )
-    if body.top_logprobs and not body.logprobs:
-        raise RequestError("top_logprobs needs logprobs to be true.", "top_logprobs")
-    if body.tool_choice not in (None, "auto", "none") and not body.forced:
-        raise RequestError("tool_choice needs tools, and may name only a function that is one of them.", "tool_choice")
-    if body.forced and body.has_format:
-        raise RequestError(
-            "response_format can't be combined with a tool_choice that forces a call. Leave one of them out.", "tool_choice"
-        )
-    if "chat_template" in (body.chat_template_kwargs or {}):
-        raise RequestError(
-            "chat_template can't be set by a request, because a template is a program. Leave it out.", "chat_template_kwargs"
-        )

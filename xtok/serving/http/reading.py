@@ -4,19 +4,20 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from json import JSONDecoder, dumps
+from math import inf
 from queue import SimpleQueue
 from typing import Any, Literal, NamedTuple
 from uuid import uuid4
 
 import regex  # type: ignore[import-untyped]
 import torch
-from torch import Tensor
 from transformers import StoppingCriteria
 from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from xtok.align.text import utf8_decoder
 from xtok.align.tokenbytes import TokenBytes
+from xtok.serving.http.processors import Picked, Record
 
 _CALLS = "tool_calls"
 REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -258,29 +259,40 @@ def _end_of(pattern: re.Pattern[str], text: str, position: int) -> int:
 class Follower(StoppingCriteria):
     """Follows the ids of one text, which `reader` reads with some control tokens written out, and stops at a stop string.
 
-    `view`: the bytes of ids. `names`: the names of the control tokens, by id. `start`: how many ids the prompt has.
+    `view`: the bytes of ids. `names`: the names of the control tokens, by id. `record`: records the picks, if they are
+    requested. `start`: how many characters come before the text.
     """
 
-    def __init__(self, reader: Reader, view: TokenBytes, names: Mapping[int, bytes], start: int) -> None:
-        self._reader, self._view, self._names, self._read = reader, view, names, start
+    def __init__(
+        self, reader: Reader, view: TokenBytes, names: Mapping[int, bytes], record: Record | None = None, start: int = 0
+    ) -> None:
+        self._reader, self._view, self._names, self._record = reader, view, names, record
         self._decoder = utf8_decoder()
-        self._parts, self._size = SimpleQueue[tuple[list[Part], int]](), 0
+        self._new = SimpleQueue[tuple[list[Part], list[Picked]]]()
+        self._held: list[tuple[int, Picked]] = []  # picks whose text wasn't returned yet, each after how many bytes it begins
+        self._ids, self._bytes, self._characters = 0, 0, start
         self._reasoning = (0, -1)
 
     def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
-        """Whether each row ends here, (1,), bool. `input_ids`: (1, length). Called when an id is committed."""
-        rows: Tensor = input_ids
-        new = b"".join(self[token] for token in rows[0, self._read :].tolist())
-        self._read = rows.shape[1]
-        parts = self._reader.read(self._decoder.decode(new))
+        """Whether the text ends here, (1,), bool. `input_ids`: (1, length). Called for each id, when it is committed."""
+        token = int(input_ids[0, -1])
+        data = self._names.get(token) or self._view[token] or b""
+        if self._record is not None:
+            self._held.append((self._bytes, self._record.picked(token)._replace(offset=self._characters)))
+        text = self._decoder.decode(data)
+        self._ids, self._bytes, self._characters = self._ids + 1, self._bytes + len(data), self._characters + len(text)
+        if parts := self._reader.read(text):
+            self._new.put((parts, self._picked(self._reader.size)))
         if any(part.kind == "reasoning" for part in parts):
             first, last = self._reasoning
-            self._reasoning = first if last >= 0 else self._read, self._read
-        self._parts.put((parts, self._reader.size))
-        return torch.full((len(rows),), self._reader.stopped, dtype=torch.bool, device=rows.device)
+            self._reasoning = first if last >= 0 else self._ids, self._ids
+        return torch.tensor([self._reader.stopped], device=input_ids.device)
 
-    def __getitem__(self, token: int) -> bytes:
-        return self._names.get(token) or self._view[token] or b""
+    def _picked(self, size: float) -> list[Picked]:
+        """The picks that begin within the first `size` bytes and weren't returned yet."""
+        found = [picked for before, picked in self._held if before < size]
+        del self._held[: len(found)]
+        return found
 
     @property
     def reasoning_tokens(self) -> int:
@@ -288,14 +300,12 @@ class Follower(StoppingCriteria):
         first, last = self._reasoning
         return last - first + 1
 
-    def parts(self) -> tuple[list[Part], int]:
-        """The parts that came since the last call, and the reader's `size` after them."""
-        found = list[Part]()
-        for _ in range(self._parts.qsize()):
-            parts, self._size = self._parts.get()
-            found += parts
-        return _joined(found), self._size
+    def new(self) -> tuple[list[Part], list[Picked]]:
+        """The parts that came since the last call, and the ids that were picked for them, if those are recorded."""
+        found = [self._new.get() for _ in range(self._new.qsize())]
+        return _joined([part for parts, _ in found for part in parts]), [one for _, picked in found for one in picked]
 
-    def end(self) -> list[Part]:
-        """The parts that are left when the text has ended."""
-        return _joined([*self.parts()[0], *self._reader.read(self._decoder.decode(b"", True))])
+    def end(self) -> tuple[list[Part], list[Picked]]:
+        """The same for what is left when the text has ended."""
+        parts = [*self._reader.read(self._decoder.decode(b"", True)), *self._reader.end()]
+        return _joined(parts), self._picked(self._reader.size if self._reader.stopped else inf)

@@ -1,6 +1,6 @@
 """A checked request as arguments of `Engine.submit`."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,11 +18,11 @@ from xtok.models.probe import traits
 from xtok.models.prompts import KnownPrompt, Prompt, is_chat, is_several, prompt_ids
 from xtok.sampling.grammar import Grammar
 from xtok.serving.http.chats import joined, messages_of, other_forms, template_arguments
-from xtok.serving.http.formats import AUTO, Format, Parsers, format_for, format_of, reader_of
+from xtok.serving.http.formats import AUTO, Format, Parsers, follower_of, format_for, format_of
 from xtok.serving.http.grammars import matcher_for
 from xtok.serving.http.processors import Penalties, Picked, Record, prompt_picks
-from xtok.serving.http.protocol import MOST, Body, Chat, Completion, Limits, RequestError
-from xtok.serving.http.reading import Follower, Reader
+from xtok.serving.http.protocol import MOST, Chat, Completion, Limits, RequestError, leaves
+from xtok.serving.http.reading import Follower
 
 COMPLETION_TOKENS = 16
 """The default number of new tokens of a completion, as in OpenAI's API."""
@@ -39,15 +39,12 @@ class Echo(NamedTuple):
 
 @dataclass(frozen=True)
 class Submission:
-    """One sequence to generate. `arguments`: for `Engine.submit`, for this sequence alone. `record`: records the picks, if they
-    are requested. `reader`: splits its text, `follower`, if given, as ids are committed. `echo`: the prompt, if its text is to
-    begin with that.
+    """One sequence to generate. `arguments`: for `Engine.submit`, for this sequence alone. `follower`: reads its text; None if
+    all is content. `echo`: the prompt, if its text is to begin with that.
     """
 
     prompt: KnownPrompt
     arguments: dict[str, Any]
-    record: Record | None
-    reader: Reader
     follower: Follower | None = None
     echo: Echo | None = None
 
@@ -64,7 +61,7 @@ def submissions_of(body: Completion | Chat, xt: XTokAssisted, limits: Limits, pa
         same["prediction"] = Prediction(predicted)
     prompts, found = _prompts(body, xt), list[Submission]()
     _check_count(body, len(prompts))
-    read = [_read(given, template, xt, "messages" if isinstance(body, Chat) else "prompt") for given in prompts]
+    read = [_read(given, template, xt, body.field) for given in prompts]
     lengths_of = [_lengths(body, xt, len(prompt.ids), limits) for prompt in read]
     echoes = dict[tuple[int, ...], Echo | None]()
     for prompt, lengths in zip(read, lengths_of, strict=True):
@@ -72,17 +69,16 @@ def submissions_of(body: Completion | Chat, xt: XTokAssisted, limits: Limits, pa
         matcher = matcher or matcher_for(body, known, xt, ids)
         if (key := tuple(ids)) not in echoes:
             echoes[key] = _echo(body, prompt, xt)
+        echo = echoes[key]
         for number in range(body.n or 1):
-            record = _record(body)
+            record = None if body.top is None else Record(body.top)
             arguments = {**same, **lengths, **_processors(body, xt, record, len(ids), matcher)}
             if body.seed not in (None, -1) and body.temperature != 0:  # a greedy text is the same for any seed
                 arguments["seed"] = (body.seed + number) % 2**64
-            reader, follower = reader_of(body, known, xt, ids) if isinstance(body, Chat) else (Reader(stops=body.stops), None)
+            follower = follower_of(body, known, xt, ids, record, len(echo.text) if echo else 0)
             if follower is not None:
                 arguments["stopping_criteria"] = StoppingCriteriaList([follower])
-            elif body.stops:
-                arguments["stop_strings"] = body.stops
-            found.append(Submission(prompt, arguments, record, reader, follower, echoes[key]))
+            found.append(Submission(prompt, arguments, follower, echo))
     return found
 
 
@@ -124,7 +120,7 @@ def _prompts(body: Completion | Chat, xt: XTokAssisted) -> list[Prompt]:
     return prompts
 
 
-def _check_count(body: Body, prompts: int) -> None:
+def _check_count(body: Completion | Chat, prompts: int) -> None:
     """Raises `RequestError` if a request asks for too many texts."""
     texts = prompts * (body.n or 1)
     if texts > MOST:
@@ -140,7 +136,8 @@ def _check_size(prompt: Prompt, template: dict[str, Any], xt: XTokAssisted, fiel
     window = context_window(xt.model)
     if window is None:
         return
-    size, most = sum(_sizes([prompt, template])), window * xt.target.vocabulary.longest
+    texts = (one for one in leaves([prompt, template]) if isinstance(one, str))
+    size, most = sum(len(one.encode(errors="surrogatepass")) for one in texts), window * xt.target.vocabulary.longest
     if size > most:
         raise RequestError(
             f"The prompt has {size} bytes; the model's context window is {window} tokens, which have up to {most} bytes.",
@@ -149,18 +146,7 @@ def _check_size(prompt: Prompt, template: dict[str, Any], xt: XTokAssisted, fiel
         )
 
 
-def _sizes(given: Any) -> Iterator[int]:
-    """How many bytes each text has in what JSON may hold, names of fields not counted."""
-    left = [given]
-    while left:
-        one = left.pop()
-        if isinstance(one, str):
-            yield len(one.encode(errors="surrogatepass"))
-        elif isinstance(one, list | dict):
-            left += one.values() if isinstance(one, dict) else one
-
-
-def _sampling(body: Body) -> dict[str, Any]:
+def _sampling(body: Completion | Chat) -> dict[str, Any]:
     """The sampling arguments; sampling is OpenAI's default. Raises `RequestError` if the temperature makes logits overflow."""
     if body.temperature == 0:  # then top_k and the like leave the best id
         return {"do_sample": False}
@@ -183,20 +169,14 @@ def _lengths(body: Completion | Chat, xt: XTokAssisted, read: int, limits: Limit
     if room < (requested != 0):
         raise RequestError(
             f"The prompt has {read} tokens; the model's context window is {window}, which leaves no room for a text.",
-            "messages" if isinstance(body, Chat) else "prompt",
+            body.field,
             code="context_length_exceeded",
         )
     wanted = min(COMPLETION_TOKENS if requested is None else requested, room)
     return {"max_new_tokens": wanted, **({} if limits.seconds is None else {"max_time": limits.seconds})}
 
 
-def _record(body: Completion | Chat) -> Record | None:
-    if isinstance(body, Chat):
-        return Record(body.top_logprobs or 0) if body.logprobs else None
-    return None if body.logprobs is None else Record(body.logprobs)
-
-
-def _processors(body: Body, xt: XTokAssisted, record: Record | None, start: int, matcher: Any) -> dict[str, Any]:
+def _processors(body: Completion | Chat, xt: XTokAssisted, record: Record | None, start: int, matcher: Any) -> dict[str, Any]:
     """The processors of one sequence, in transformers' order. `record` comes first, so it sees the target's own logits."""
     repetition = body.repetition_penalty or xt.model.generation_config.repetition_penalty or 1.0
     made: list[Any] = [] if record is None else [record]
