@@ -206,6 +206,8 @@ def test_a_list_of_prompts_takes_turns_with_nothing_shared() -> None:
     criteria = StoppingCriteriaList([StopsOnTheSixthCall()])
     settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
     xt = XTokAssisted((MODEL, BYTES))
-    assert [len(g.token_ids) for g in xt.generate(["吾輩", "猫"], stopping_criteria=criteria, **settings)] == [6, 6]
+    for batch_size in (1, 2):
+        found = xt.generate(["吾輩", "猫"], stopping_criteria=criteria, batch_size=batch_size, **settings)
+        assert [len(one.token_ids) for one in found] == [6, 6] and criteria[0].calls == 0
     with pytest.raises(UnsupportedArgumentError, match=CACHE):
         xt.generate(["吾輩", "猫"], **{CACHE: DynamicCache(config=MODEL.config)}, **settings)
