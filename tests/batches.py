@@ -6,13 +6,7 @@ from typing import Any
 
 import torch
 from front_door import TOKENS
-from worlds import (
-    CORPUS,
-    alone,
-    fitting,
-    quick,
-    tokenizer,
-)
+from worlds import CORPUS, alone, fitting, quick, tokenizer
 
 from xtok import Generation, PromptLookup, XTokAssisted
 from xtok.models.prompts import prompt_ids

@@ -7,30 +7,12 @@ from copy import deepcopy
 import pytest
 import torch
 from architectures import RECURRENT, tiny
-from batches import (
-    BYTES,
-    GREEDY,
-    MADE,
-    TEXTS,
-    UNRELATED,
-    WAYS,
-    expected,
-    greedily,
-    ids_of,
-    long,
-    reference,
-    target,
-)
+from batches import BYTES, GREEDY, MADE, TEXTS, UNRELATED, WAYS, expected, greedily, ids_of, long, reference, target
 from front_door import TOKENS, forwards
 from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import LogitsProcessorList
-from worlds import (
-    CHAIN,
-    CORPUS,
-    TREE,
-    examples,
-)
+from worlds import CHAIN, CORPUS, TREE, whole_generations
 
 from xtok import Budget, Engine, PromptLookup, XTokAssisted
 
@@ -38,7 +20,7 @@ LM = target("Llama")
 RECURRENT_LM = tiny(RECURRENT[0], len(TOKENS)).float()
 
 
-@examples(24, share=6)
+@whole_generations
 @given(
     architecture=st.sampled_from(["Llama", "Mistral", "GPT2"]),
     sizes=st.lists(st.sampled_from([1, 2, 9, 60, 130, 511, 513, 700, 1100, 2000]), min_size=2, max_size=4),

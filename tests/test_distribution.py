@@ -16,7 +16,7 @@ from xtok.align.vocabulary import bytes_key
 from xtok.models.prompts import prompt_ids
 from xtok.sampling.noise import gumbel, noise
 
-DRAWS, LENGTH = scaled(2400, share=10), 3
+DRAWS, LENGTH = scaled(2400, share=24), 3
 ENOUGH = 2400
 """How many texts betray a sampler that is wrong."""
 PASSES, FAILS, TAIL = 1e-3, 1e-6, 1e-2

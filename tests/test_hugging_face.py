@@ -5,19 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from front_door import (
-    GREEDY,
-    HF_ARGUMENTS,
-    PROMPT,
-    PROMPTS,
-    TARGET,
-    TOKENS,
-    StopsOn,
-    encoded,
-    forwards,
-    helped,
-    oracle,
-)
+from front_door import GREEDY, HF_ARGUMENTS, PROMPT, PROMPTS, TARGET, TOKENS, StopsOn, encoded, forwards, helped, oracle
 from transformers import DynamicCache, StoppingCriteriaList
 from worlds import TREE, deep, fitting
 

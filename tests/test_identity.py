@@ -15,18 +15,7 @@ from hypothesis import strategies as st
 from properties import CLOSE_CALL, batch_with_gap, excused, few_close_calls, fresh, right, with_gap
 from scripted import ScriptedDrafter
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
-from worlds import (
-    KINDS,
-    TREE,
-    Kind,
-    budgets,
-    fitting,
-    make_target_expensive,
-    model_of,
-    texts,
-    tokenizer,
-    whole_generations,
-)
+from worlds import KINDS, TREE, Kind, budgets, fitting, make_target_expensive, model_of, texts, tokenizer, whole_generations
 
 from xtok import Budget, Context, XTokAssisted
 from xtok.align.continuation import Continuation

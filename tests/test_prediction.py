@@ -10,13 +10,7 @@ from batches import GREEDY, MADE, SAMPLED, TEXTS, WAYS, ids_of
 from front_door import TARGET, TOKENS
 from hypothesis import given
 from hypothesis import strategies as st
-from worlds import (
-    TREE,
-    budgets,
-    make_target_expensive,
-    quick,
-    whole_generations,
-)
+from worlds import TREE, budgets, make_target_expensive, quick, whole_generations
 
 from xtok import Budget, Engine, Generation, WrittenRound, XTokAssisted, pair
 

@@ -6,20 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from front_door import (
-    BYTES,
-    CHAT,
-    GREEDY,
-    OTHER,
-    PROMPT,
-    PROMPTS,
-    TARGET,
-    TOKENS,
-    encoded,
-    forwards,
-    truth,
-    with_template,
-)
+from front_door import BYTES, CHAT, GREEDY, OTHER, PROMPT, PROMPTS, TARGET, TOKENS, encoded, forwards, truth, with_template
 from transformers import pipeline
 from worlds import TREE, alone
 

@@ -17,11 +17,7 @@ from hypothesis import strategies as st
 from properties import padded, right
 from scripted import ScriptedDrafter, paths_of, tree_of
 from transformers import LogitsProcessorList
-from worlds import (
-    TREE_3,
-    fitting,
-    tokenizer,
-)
+from worlds import TREE_3, fitting, tokenizer
 
 from xtok import Budget, Context, PromptLookup, TokenRecycling, Tree, XTokAssisted
 from xtok.align.tokenbytes import same_tokens, token_bytes

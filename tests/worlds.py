@@ -93,18 +93,18 @@ def in_turns(firsts: Sequence[Any], values: Iterable[Any]) -> list[Any]:
 
 def quick() -> bool:
     """Whether this is the profile of the regular suite."""
-    return settings().max_examples < 200
+    return settings().max_examples < 100
 
 
 def examples(count: int, *, share: int = 8, **more: Any) -> settings:
-    """Settings for `count` examples in the profile "deep": one in `share` of them in "quick", ten times as many in "more"."""
-    wanted = count // share if quick() else count * settings().max_examples // 200
+    """Settings for `count` examples in the profile "deep": one in `share` of them in "quick", 20 times as many in "more"."""
+    wanted = count // share if quick() else count * settings().max_examples // 100
     return settings(max_examples=max(1, wanted), **more)
 
 
 def whole_generations(holds: Any) -> Any:
-    """A property whose examples are whole generations: 8 of them in the profile "quick", 33 in "deep"."""
-    return settings(max_examples=settings().max_examples // 3)(holds)
+    """A property whose examples are whole generations: 4 of them in the profile "quick", 33 in "deep"."""
+    return settings(max_examples=settings().max_examples // (6 if quick() else 3))(holds)
 
 
 def scaled(count: int, share: int = 8) -> int:
