@@ -36,6 +36,8 @@ CHAT_TOKENS = deepcopy(TOKENS)
 CHAT_TOKENS.chat_template = TEMPLATE
 ALONE = XTokAssisted((LM, CHAT_TOKENS))
 """The target of the server, alone."""
+HTTP = httpx.Client(verify=False, timeout=PATIENCE, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0))
+"""One client for all: making one reads all certificates that this machine trusts."""
 CITY = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]}
 
 
@@ -89,13 +91,17 @@ class Server:
         return self.service.engine
 
     def client(self, **more: Any) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0, "timeout": PATIENCE, **more})
+        http = httpx.Client(verify=False, timeout=PATIENCE)
+        return openai.OpenAI(base_url=f"{self.url}/v1", http_client=http, **{"api_key": "none", "max_retries": 0, **more})
 
     def ask(self, path: str = "completions", **body: Any) -> httpx.Response:
-        return httpx.post(f"{self.url}/v1/{path}", json={"temperature": 0, **body}, timeout=PATIENCE)
+        return HTTP.post(f"{self.url}/v1/{path}", json={"temperature": 0, **body})
+
+    def get(self, path: str, **more: Any) -> httpx.Response:
+        return HTTP.get(f"{self.url}{path}", **more)
 
     def metrics(self) -> dict[str, float]:
-        lines = [line.rpartition(" ") for line in httpx.get(f"{self.url}/metrics").text.splitlines() if line[0] != "#"]
+        lines = [line.rpartition(" ") for line in self.get("/metrics").text.splitlines() if line[0] != "#"]
         return {name: float(value) for name, _, value in lines}
 
     def until_idle(self) -> None:

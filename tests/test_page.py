@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,9 +25,9 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 from servers import CHAT_TOKENS, Server, serving
-from worlds import deep, fitting
+from worlds import fitting
 
-from xtok import Budget, Generation, XTokAssisted
+from xtok import Budget, XTokAssisted
 from xtok.bench.chats import questions
 from xtok.decoding.pick import NearTie
 from xtok.drafts.heads import HeadsDrafter
@@ -39,7 +40,7 @@ if not (CHROMIUM and DRIVER):
     pytest.skip("Chromium and its driver aren't installed; `make test-page` does that", allow_module_level=True)
 
 T = TypeVar("T")
-PATIENCE = 120
+PATIENCE = 60
 WIDE, NARROW = 1100, 400
 LENGTH, LONG = 48, 400
 SCREENSHOTS = os.environ.get("XTOK_SCREENSHOTS")
@@ -86,6 +87,11 @@ class Browser:
     def text(self, selector: str) -> str:
         return str(self.one(selector).text)
 
+    def texts(self, selector: str) -> list[str]:
+        """Those of all that it selects, asked for at once."""
+        found: list[str] = self.run("return [...document.querySelectorAll(arguments[0])].map((one) => one.innerText)", selector)
+        return found
+
     def content(self, selector: str) -> str:
         """The text as it is, spaces and all."""
         return str(self.one(selector).get_property("textContent"))
@@ -111,7 +117,7 @@ class Browser:
 
     def write(self, **fields: Any) -> None:
         """Ask for a text, and wait until it is there."""
-        for name, value in {"tokens": LENGTH, **fields}.items():
+        for name, value in fields.items():
             self.fill(name, value)
         self.one("#generate").click()
         self.until(lambda: self.one("#generate").is_enabled() and self.all(".one"))
@@ -166,78 +172,57 @@ def page(english: Browser, shipped: Server) -> Iterator[Browser]:
     assert english.errors() == []
 
 
-def truth(**more: Any) -> Generation:
-    arguments: dict[str, Any] = {"max_new_tokens": LENGTH, "do_sample": False, "repetition_penalty": 1.2, **more}
-    return XTokAssisted(TARGET).generate(prompts()[1], **arguments)
+def rgb(colour: str) -> str:
+    return "rgb({}, {}, {})".format(*bytes.fromhex(colour[1:]))
 
 
-def rgba(colour: str) -> str:
-    return "rgba({}, {}, {}, 1)".format(*bytes.fromhex(colour[1:]))
-
-
-def test_a_text_streams_in_and_its_headline_colours_and_figures_follow(page: Browser, tmp_path: Path) -> None:
+def test_a_text_streams_in_and_its_headline_colours_figures_and_rounds_follow(page: Browser, tmp_path: Path) -> None:
     page.driver.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)})
-    page.fill("tokens", LENGTH)
     page.run("window.seen = []; new MutationObserver(() => seen.push(document.querySelectorAll('.one').length))"
              ".observe(document.getElementById('view'), {childList: true, subtree: true})")  # fmt: skip
-    page.write()
-    expected = truth()
+    page.fill("tokens", LENGTH)
+    page.press(Keys.ENTER)  # within a field, that is to generate
+    page.until_status("Done.")
+    asked: dict[str, Any] = {"max_new_tokens": LENGTH, "do_sample": False, "repetition_penalty": 1.2}
+    expected = XTokAssisted(TARGET).generate(prompts()[1], **asked)
     assert page.content(".text") == expected.text
     assert page.run("return seen.filter((rounds) => !rounds).length") > 3, "pieces, before the whole"
-    forwards = len(page.all(".one"))
-    cards = [card.text.replace("\n", " ") for card in page.all("#headline .card")]
-    assert cards[0] == f"{LENGTH / forwards:.2f} × fewer forward passes"
+    rounds = page.all(".one")
+    speedup = f"{LENGTH / len(rounds):.2f}"
+    cards = [card.replace("\n", " ") for card in page.texts("#headline .card")]
+    assert cards[0] == f"{speedup} × fewer forward passes"
     assert float(cards[1].removesuffix(" tokens per second")) > 0
-    assert f"{LENGTH} tokens · {forwards} forward passes" in page.text(".clock")
-    legend = {one.text: one.value_of_css_property("background-color") for one in page.all("#legend .tint")}
-    assert legend == {name: rgba(tint) for name, tint in tints(DRAFTS).items()}
-    tinted = page.all(".token.tint")
-    assert tinted
-    for one in tinted:
-        assert one.value_of_css_property("background-color") == legend[one.get_attribute("data-draft")]
-    row = [cell.text for cell in page.all("#figures figure:first-child tbody th, #figures figure:first-child tbody td")]
-    assert row[:3] == [str(forwards), str(LENGTH - forwards), f"{LENGTH / forwards:.2f}"]
-    assert len(page.all("#figures figure:nth-child(2) .bar")) == forwards
-    assert [one.text for one in page.all("#figures figure:last-child tbody th")] == DRAFTS
+    assert f"{LENGTH} tokens · {len(rounds)} forward passes" in page.text(".clock")
+    legend = dict(zip(page.texts("#legend .tint"), page.run(GROUNDS, "#legend .tint"), strict=True))
+    assert {name: ground for name, (ground, _) in legend.items()} == {name: rgb(tint) for name, tint in tints(DRAFTS).items()}
+    assert all(ground == legend[draft][0] for ground, draft in page.run(GROUNDS, ".token.tint"))
+    row = page.texts("#figures figure:first-child tbody th, #figures figure:first-child tbody td")
+    assert row[:3] == [str(len(rounds)), str(LENGTH - len(rounds)), speedup]
+    assert len(page.all("#figures figure:nth-child(2) .bar")) == len(rounds)
+    assert page.texts("#figures figure:last-child tbody th") == DRAFTS
     page.one("#save").click()
     page.until(lambda: (tmp_path / "trace.json").exists() and (tmp_path / "trace.json").stat().st_size)
     saved = json.loads((tmp_path / "trace.json").read_text())
     assert (saved["token_ids"], saved["drafts"]) == (expected.token_ids, DRAFTS)
+    check_rounds(page, rounds)
+    for width, dark in product((WIDE, NARROW), (False, True)):
+        page.look(width, dark=dark)
+        assert page.run("return document.documentElement.scrollWidth") <= width
+        for selector in READ:
+            assert page.run(CONTRAST, page.one(selector)) >= 4.5, (selector, width, dark)
 
 
-@pytest.mark.deep
-def test_the_seed_decides_sampled_texts(page: Browser) -> None:
-    page.run("document.getElementById('advanced').open = true")
-    page.one("[value=sampled]").click()
-    page.write(seed=7, temperature=1.0)
-    assert page.content(".text") == truth(do_sample=True, temperature=1.0, seed=7).text
+GROUNDS = """return [...document.querySelectorAll(arguments[0])].map(
+  (one) => [getComputedStyle(one).backgroundColor, one.dataset.draft])"""
 
 
-def test_a_stopped_text_stays_as_far_as_it_came(page: Browser, shipped: Server) -> None:
-    page.all("#examples button")[2].click()
-    assert page.one("#prompt").get_property("value") == prompts()[3]
-    page.fill("tokens", LONG)
-    page.one("#generate").click()
-    page.until(lambda: len(page.content(".text")) > 3)
-    page.one("#stop").click()
-    page.until_status("Stopped.")
-    assert len(page.content(".text")) > 3
-    assert not page.one("#headline").is_displayed()
-    shipped.until_idle()
-    assert shipped.engine.stats.tokens < LONG
-
-
-def test_rounds_are_shown_by_pointer_and_keyboard(page: Browser) -> None:
-    page.one("#prompt").click()
-    page.fill("tokens", LENGTH)
-    page.press(Keys.ENTER)  # within a field, that is to generate
-    page.until_status("Done.")
-    rounds = page.all(".one")
+def check_rounds(page: Browser, rounds: list[Any]) -> None:
+    """They are shown by pointer and keyboard."""
     right = next(one for one in rounds[2:] if one.find_elements(By.CSS_SELECTOR, ".tint"))
     page.point_at(right)
     assert page.text("#round h2") == f"Round {rounds.index(right) + 1} of {len(rounds)}"
     tinted = "".join(one.text for one in right.find_elements(By.CSS_SELECTOR, ".tint"))
-    shown = "".join(one.text.rstrip("0123456789%") for one in page.all("#tree .guess.tint"))
+    shown = "".join(one.rstrip("0123456789%") for one in page.texts("#tree .guess.tint"))
     assert shown.replace("␣", " ").replace("↵", "\n").strip() == tinted.strip()
     counts = [int(word) for word in page.text("#counts").replace(",", "").split() if word.isdigit()]
     assert counts[:2] == [len(page.all("#tree .guess")), len(page.all("#tree .guess.tint"))]
@@ -253,62 +238,106 @@ def test_rounds_are_shown_by_pointer_and_keyboard(page: Browser) -> None:
     assert page.text("#round h2").startswith(f"Round {first + 1} of")
 
 
+READ = ("#generate", "body", ".card span", "#counts", "#figures th", ".key", ".guess", ".guess small", ".tint")
+CONTRAST = """
+const parts = (colour) => colour.match(/[\\d.]+/g).map((part) => part * (colour.startsWith("color(srgb") ? 255 : 1));
+const light = (colour) => parts(colour).slice(0, 3)
+  .map((part) => part / 255).map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4))
+  .reduce((sum, part, place) => sum + part * [0.2126, 0.7152, 0.0722][place], 0);
+let ground = arguments[0];
+while (ground && parts(getComputedStyle(ground).backgroundColor)[3] === 0) ground = ground.parentElement;
+const colours = [getComputedStyle(arguments[0]).color, getComputedStyle(ground ?? document.body).backgroundColor];
+const [one, other] = colours.map(light);
+for (let shown = arguments[0]; shown; shown = shown.parentElement) if (getComputedStyle(shown).opacity < 1) return 0;
+return (Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05);
+"""
+"""Of a text with its background, as WCAG 2 counts; 4.5 is its level AA."""
+
+
+def test_what_is_refused_is_said_and_a_text_that_is_stopped_or_left_for_a_trace_stays_as_far_as_it_came(
+    page: Browser, shipped: Server, tmp_path: Path
+) -> None:
+    page.fill("tokens", 0)
+    page.run("document.getElementById('advanced').open = false")
+    page.one("#generate").click()
+    assert page.one("[name=tokens]").is_displayed(), "an option that is wrong is unfolded"
+    page.fill("tokens", LONG)
+    page.run("document.getElementsByName('prompt')[0].value = '吾輩は'.repeat(4000)")
+    page.one("#generate").click()
+    page.until_status("The request failed: The prompt has")
+    assert "400 (Bad Request)" in page.errors()[0]
+    assert not page.one("#figures").is_displayed() and not page.one("#headline").is_displayed()
+    page.all("#examples button")[2].click()
+    assert page.one("#prompt").get_property("value") == prompts()[3]
+    page.one("#generate").click()
+    page.until(lambda: len(page.content(".text")) > 3)
+    page.one("#stop").click()
+    page.until_status("Stopped.")
+    assert len(page.content(".text")) > 3
+    assert not page.one("#headline").is_displayed()
+    shipped.until_idle()
+    assert shipped.engine.stats.tokens < LONG + LENGTH
+    made = XTokAssisted(TARGET).generate(prompts()[1], max_new_tokens=4)
+    made.save_trace(tmp_path / "some.json")
+    page.one("#generate").click()
+    page.until(lambda: len(page.content(".text")) > 2)
+    for _ in range(2):  # the same one again, too
+        page.opens(tmp_path / "some.json")
+        page.until(lambda: page.one("#generate").is_enabled())
+        assert (page.text("#status"), page.content(".text")) == ("some.json", made.text)
+
+
 MARKUP = "<img src=x onerror='document.title = 1'><b>太字</b>"
+BROKEN = (
+    "{}",
+    "no json",
+    '{"rounds": [], "tokens": []}',
+    '{"rounds": [{"committed": 1}], "tokens": [], "stats": {}, "drafts": []}',
+)
 
 
-def test_a_text_is_no_markup(page: Browser, tmp_path: Path) -> None:
+def test_a_trace_is_stepped_through_its_file_shows_the_same_and_no_text_is_markup(page: Browser, tmp_path: Path) -> None:
     """Nor is a guess, or the name of a draft."""
-    trace = XTokAssisted(TARGET, DRAFT, budget=Budget(2, 2, schedule="constant")).generate(prompts()[0], max_new_tokens=8)
-    trace = trace.to_dict()
+    for number, broken in enumerate(BROKEN):
+        (tmp_path / f"{number}.json").write_text(broken)
+        page.run("document.getElementById('status').textContent = ''")
+        page.one("#file").send_keys(str(tmp_path / f"{number}.json"))
+        page.until_status("This is not an xtok trace.")
+        assert not page.all(".one")
+    made = XTokAssisted(TARGET, DRAFT, budget=Budget(2, 2, schedule="constant"))
+    generation = made.generate(prompts()[1], max_new_tokens=16, do_sample=False)
+    trace = generation.to_dict()
     trace["drafts"] = [MARKUP for _ in trace["drafts"]]
     for one in [*trace["tokens"], *(guess for each in trace["rounds"] for guess in each["guessed"])]:
         one.update(text=MARKUP, draft=MARKUP)
-    (tmp_path / "trace.json").write_text(json.dumps(trace))
-    page.opens(tmp_path / "trace.json")
+    (tmp_path / "markup.json").write_text(json.dumps(trace))
+    page.opens(tmp_path / "markup.json")
     page.until(lambda: page.all("#tree .guess") or page.one("#next").click())
     assert MARKUP.replace(" ", "␣") in page.content("#tree")
     assert all(MARKUP in page.content(selector) for selector in (".text", "#legend", "#figures"))
     assert not page.all("main img, main b")
     assert page.driver.title == "xtok"
-
-
-@pytest.mark.parametrize("notebook", [False, *deep(True)], ids=["file", "notebook"])
-def test_a_trace_is_stepped_through_and_its_file_shows_the_same(page: Browser, tmp_path: Path, notebook: bool) -> None:
-    made = XTokAssisted(TARGET, DRAFT).generate(prompts()[1], max_new_tokens=32, do_sample=False)
-    generation = replace(made, stats=replace(made.stats, near_ties=(NearTie(4, 0.0123), NearTie(9, 0.5))))
+    generation = replace(generation, stats=replace(generation.stats, near_ties=(NearTie(4, 0.0123), NearTie(9, 0.5))))
     generation.save_trace(tmp_path / "some.json")
     page.opens(tmp_path / "some.json")
     shown = page.one("#view").get_property("innerHTML")
     assert page.text("#ties").startswith("Near-ties: 2, the first at token 5 (margin 0.012)")
-    (tmp_path / "some.html").write_text(generation._repr_html_() if notebook else generation.to_html(), encoding="utf-8")
-    page.driver.get((tmp_path / "some.html").as_uri())
-    if notebook:
-        page.driver.switch_to.frame(page.one("iframe"))
-    assert page.one("#view").get_property("innerHTML") == shown
+    for written in (generation._repr_html_(), generation.to_html()):
+        (tmp_path / "some.html").write_text(written, encoding="utf-8")
+        page.driver.get((tmp_path / "some.html").as_uri())
+        if page.all("iframe"):  # as in a notebook
+            page.driver.switch_to.frame(page.one("iframe"))
+        assert page.one("#view").get_property("innerHTML") == shown
     assert page.content(".text") == generation.text
     rounds = page.all(".one")
     assert (len(rounds), page.all(".later")) == (len(generation.rounds), [])
     page.one("#next").click()
     assert page.text("#round h2") == f"Round 2 of {len(rounds)}"
-    assert sum("later" in one.get_attribute("class") for one in rounds) == len(rounds) - 2
+    assert len(page.all(".one.later")) == len(rounds) - 2
     page.one("#previous").click()
     page.one("#position").send_keys(Keys.END)
     assert page.text("#round h2") == f"Round {len(rounds)} of {len(rounds)}"
-    if not notebook:
-        page.picture("trace.png")
-
-
-HALF = '{"rounds": [{"committed": 1}], "tokens": [], "stats": {}, "drafts": []}'
-
-
-def test_what_is_no_trace_is_said_to_be_none(page: Browser, tmp_path: Path) -> None:
-    for number, broken in enumerate(("{}", "no json", '{"rounds": [], "tokens": []}', HALF)):
-        file = tmp_path / f"{number}.json"
-        file.write_text(broken)
-        page.run("document.getElementById('status').textContent = ''")
-        page.one("#file").send_keys(str(file))
-        page.until_status("This is not an xtok trace.")
-        assert not page.all(".one")
+    page.picture("trace.png")
 
 
 def test_without_models_a_trace_is_opened_and_what_is_wrong_is_said(english: Browser) -> None:
@@ -326,44 +355,27 @@ def test_without_models_a_trace_is_opened_and_what_is_wrong_is_said(english: Bro
     english.errors()
 
 
-@pytest.mark.deep
-def test_a_trace_that_is_opened_while_a_text_is_written_stays(page: Browser, tmp_path: Path) -> None:
-    generation = truth()
-    generation.save_trace(tmp_path / "some.json")
-    page.fill("tokens", LONG)
-    page.one("#generate").click()
-    page.until(lambda: len(page.content(".text")) > 2)
-    for _ in range(2):  # the same one again, too
-        page.opens(tmp_path / "some.json")
-        page.until(lambda: page.one("#generate").is_enabled())
-        assert page.text("#status") == "some.json"
-        assert page.content(".text") == generation.text
-
-
-@pytest.mark.parametrize(("width", "dark"), [(NARROW, True), *deep((NARROW, False), (WIDE, True), (WIDE, False))])
-def test_nothing_lies_beside_the_page_and_all_is_read(page: Browser, width: int, dark: bool) -> None:
-    page.look(width, dark=dark)
-    page.write()
-    page.point_at(page.all(".one")[4])
-    assert page.run("return document.documentElement.scrollWidth") <= width
-    texts = ("#generate", "body", ".card span", "#counts", "#figures th", ".key", ".guess", ".guess small", ".tint")
-    for selector in texts:
-        assert page.run(CONTRAST, page.one(selector)) >= 4.5, selector
-
-
-CONTRAST = """
-const parts = (colour) => colour.match(/[\\d.]+/g).map((part) => part * (colour.startsWith("color(srgb") ? 255 : 1));
-const light = (colour) => parts(colour).slice(0, 3)
-  .map((part) => part / 255).map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4))
-  .reduce((sum, part, place) => sum + part * [0.2126, 0.7152, 0.0722][place], 0);
-let ground = arguments[0];
-while (ground && parts(getComputedStyle(ground).backgroundColor)[3] === 0) ground = ground.parentElement;
-const colours = [getComputedStyle(arguments[0]).color, getComputedStyle(ground ?? document.body).backgroundColor];
-const [one, other] = colours.map(light);
-for (let shown = arguments[0]; shown; shown = shown.parentElement) if (getComputedStyle(shown).opacity < 1) return 0;
-return (Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05);
-"""
-"""Of a text with its background, as WCAG 2 counts; 4.5 is its level AA."""
+def test_a_server_with_a_key_asks_for_it_chats_by_the_template_and_samples_by_the_seed(english: Browser) -> None:
+    chat = fitting(CHAT_TOKENS, "Llama", 0), CHAT_TOKENS
+    with serving(XTokAssisted(chat), key="secret") as one:
+        english.driver.get(f"{one.url}/")
+        english.until_status("This server requires its API key.")
+        for key, status in (("wrong", "This server has another API key."), ("secret", "")):
+            assert not english.one("#generate").is_enabled()
+            english.fill("key", key)
+            english.press(Keys.TAB)
+            english.until(lambda status=status: english.text("#status") == status)  # type: ignore[misc]
+        english.fill("prompt", "吾輩は")
+        assert english.one("[name=penalty]").get_property("value") == "1", "chat models do without"
+        english.one("[value=sampled]").click()
+        for name, value in (("tokens", 8), ("seed", 7), ("temperature", 1.0)):
+            english.fill(name, value)
+        english.one("#generate").click()
+        english.until_status("Done.")
+    asked: dict[str, Any] = {"max_new_tokens": 8, "do_sample": True, "temperature": 1.0, "seed": 7}
+    expected = XTokAssisted(chat).generate([{"role": "user", "content": "吾輩は"}], **asked)
+    assert english.content(".text") == expected.text
+    english.errors()
 
 
 @pytest.mark.skipif(not SCREENSHOTS, reason="XTOK_SCREENSHOTS names no folder for the picture")
@@ -389,7 +401,7 @@ def test_it_speaks_japanese_to_a_japanese_browser(shipped: Server) -> None:
     with browsing("ja") as browser:
         browser.open(shipped.url)
         assert browser.text("#generate") == "生成"
-        browser.write()
+        browser.write(tokens=LENGTH)
         assert browser.one("html").get_attribute("lang") == "ja"
         browser.point_at(browser.all(".one")[3])
         assert "ラウンド" in browser.text("#round h2")
@@ -410,34 +422,3 @@ def test_a_server_that_dies_in_mid_text_leaves_what_had_come(english: Browser) -
     assert len(english.content(".text")) > 3
     assert english.one("#generate").is_enabled()
     english.errors()
-
-
-def test_a_server_with_a_key_asks_for_it_and_chats_by_the_template(english: Browser) -> None:
-    chat = fitting(CHAT_TOKENS, "Llama", 0), CHAT_TOKENS
-    with serving(XTokAssisted(chat), key="secret") as one:
-        english.driver.get(f"{one.url}/")
-        english.until_status("This server requires its API key.")
-        for key, status in (("wrong", "This server has another API key."), ("secret", "")):
-            assert not english.one("#generate").is_enabled()
-            english.fill("key", key)
-            english.press(Keys.TAB)
-            english.until(lambda status=status: english.text("#status") == status)  # type: ignore[misc]
-        english.fill("prompt", "吾輩は")
-        assert english.one("[name=penalty]").get_property("value") == "1", "chat models do without"
-        english.write(tokens=8)
-    expected = XTokAssisted(chat).generate([{"role": "user", "content": "吾輩は"}], max_new_tokens=8, do_sample=False)
-    assert english.content(".text") == expected.text
-    english.errors()
-
-
-def test_what_is_refused_is_said(page: Browser) -> None:
-    page.fill("tokens", 0)
-    page.run("document.getElementById('advanced').open = false")
-    page.one("#generate").click()
-    assert page.one("[name=tokens]").is_displayed(), "an option that is wrong is unfolded"
-    page.fill("tokens", 5)
-    page.run("document.getElementsByName('prompt')[0].value = '吾輩は'.repeat(4000)")
-    page.one("#generate").click()
-    page.until_status("The request failed: The prompt has")
-    assert "400 (Bad Request)" in page.errors()[0]
-    assert not page.one("#figures").is_displayed() and not page.one("#headline").is_displayed()
