@@ -4,9 +4,10 @@ import json
 import re
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from math import isclose
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import uvicorn
 from batches import MADE, WIDE
 from engines import LM, PATIENCE, TOKENS
 from transformers import PreTrainedTokenizerFast
-from worlds import TREE, fitting, tokenizer
+from worlds import CHAIN, fitting, tokenizer
 
 from xtok import Budget, Engine, PromptLookup, XTokAssisted
 from xtok.serving.http.app import app_of
@@ -120,7 +121,7 @@ def serving(
     prefix_cache: bool = True,
     **more: Any,
 ) -> Iterator[Server]:
-    xt = xt or XTokAssisted((LM, CHAT_TOKENS), MADE["several"](), budget=TREE)
+    xt = xt or XTokAssisted((LM, CHAT_TOKENS), MADE["unrelated"](), budget=CHAIN)
     engine = Engine(xt, batch_size=batch_size, queue=queue, memory=memory, prefix_cache=prefix_cache)
     try:
         with Server(Service(NAME, limits or Limits(), xt, engine), **more) as server:
@@ -151,6 +152,49 @@ def check_error(answer: httpx.Response, status: int, param: str | None) -> None:
 def data_of(text: str) -> list[str]:
     """The data of a stream's events."""
     return re.findall(r"^data: (.*)\n\n", text, re.MULTILINE)
+
+
+def together(chunks: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """A whole answer of the chunks of its stream."""
+    found, choices = dict[str, Any](), dict[int, dict[str, Any]]()
+    for chunk in chunks:
+        found |= chunk
+        for choice in chunk["choices"]:
+            one = choices.setdefault(choice["index"], {"text": "", "logprobs": None, "finish_reason": None})
+            assert one["finish_reason"] is None
+            one["text"] += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+            one["finish_reason"] = choice["finish_reason"]
+            for name, more in (choice["logprobs"] or {}).items():
+                one["logprobs"] = one["logprobs"] or {}
+                one["logprobs"][name] = one["logprobs"].get(name, []) + more if more is not None else None
+    return {**found, "choices": [one for _, one in sorted(choices.items())]}
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two values are equal, but for the last bits of numbers."""
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(alike, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(alike(one[name], other[name]) for name in one)
+    return isclose(one, other, abs_tol=1e-4) if isinstance(one, float) else one == other
+
+
+def both_ways(server: Server, path: str = "completions", **body: Any) -> dict[str, Any]:
+    """The whole answer to a request, of which a stream has to say the same. Of a chat, too, `text` is what it says."""
+    answer = server.ask(path, **body)
+    assert answer.status_code == 200, answer.text
+    whole = answer.json()
+    *chunks, done = data_of(server.ask(path, **body, stream=True, stream_options={"include_usage": True}).text)
+    assert done == "[DONE]"
+    streamed = together(map(json.loads, chunks))
+    for one in whole["choices"]:
+        one["text"] = one["message"]["content"] if "message" in one else one["text"]
+    for one, other in zip(whole["choices"], streamed["choices"], strict=True):
+        assert alike({name: one[name] for name in other}, other)
+    counts = ("prompt_tokens", "completion_tokens", "total_tokens")
+    assert [whole["usage"][name] for name in counts] == [streamed["usage"][name] for name in counts]
+    assert {*whole} == {*streamed}
+    return dict(whole)
 
 
 def posted(body: dict[str, Any], *, path: str = "completions", length: int | None = None) -> bytes:
