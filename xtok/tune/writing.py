@@ -7,16 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
-from transformers import LogitsProcessor, LogitsProcessorList
-from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
+from transformers import LogitsProcessor
 
 from xtok.align.tokenbytes import token_bytes
 from xtok.assisted import XTokAssisted
 from xtok.decoding.arguments import listed_texts
 from xtok.errors import InvalidInputError
-from xtok.models.cache import context_window, device_of, end_ids
-from xtok.models.packed import running
+from xtok.models.cache import context_window, end_ids
 from xtok.models.prompts import Chat, prompt_ids
 from xtok.models.timing import timed
 from xtok.results.progress import advanced, bar
@@ -27,8 +24,6 @@ PENALTY = 1.2
 _BATCH = 32
 _TOP = 32
 """How many of the most likely ids are kept of each of the target's distributions."""
-_PLAIN = {"return_dict_in_generate": False, "max_time": None}
-"""What a target's generation config may set otherwise."""
 _HELD_OUT = 24
 """How many prompts decide when to stop training heads, and how many others measure the gain."""
 _LEAST_QUESTIONS = 8
@@ -107,79 +102,46 @@ def write(
 ) -> list[WrittenText]:
     """The target's continuation of each start, each picked in its own `way`; those of one way follow one another.
 
-    `target`: a model and its tokenizer. `shows`: whether to show progress. `arguments`: those of transformers' `generate`.
+    `target`: a model and its tokenizer. `shows`: whether to show progress. `arguments`: those of `generate`. Texts end before
+    their first end id.
     """
     ways = [way(index, sampled, start) for index, start in enumerate(starts)]
     batches = list[tuple[dict[str, Any], list[str | Chat]]]()
     for kind in [kind for i, kind in enumerate(ways) if kind not in ways[:i]]:
         alike = [start for start, own in zip(starts, ways, strict=True) if own == kind]
         batches += [(kind, alike[at : at + _BATCH]) for at in range(0, len(alike), _BATCH)]
-    texts = list[WrittenText]()
+    xt, texts = XTokAssisted(target, stable=False), list[WrittenText]()
+    view, ends = token_bytes(target[1]), {target[1].eos_token_id, *end_ids(target[0])} - {None}
     for index, (kind, some) in enumerate(bar(batches, "the target writes") if shows else batches):
-        texts += _continued(target, some, kind, seed + index, arguments)
-    return texts
-
-
-def _continued(
-    target: tuple[Any, Any], starts: Sequence[str | Chat], kind: dict[str, Any], seed: int, arguments: dict[str, Any]
-) -> list[WrittenText]:
-    """The continuations of one batch, by transformers' own `generate`, and the distributions that they were picked from: the
-    target's own at temperature 1, or after a repetition penalty. Each ends before its first end id.
-    """
-    model, tokenizer = target
-    ids = [torch.tensor(prompt_ids(tokenizer, start), dtype=torch.int64, device="cpu") for start in starts]
-    padded = pad_sequence(ids, batch_first=True, padding_side="left").to(device_of(model))
-    mask = pad_sequence([torch.ones_like(row) for row in ids], batch_first=True, padding_side="left").to(padded.device)
-    seen = _Likeliest()
-    penalties = [_Penalty((mask == 0).sum(dim=1).tolist())] if "repetition_penalty" in kind else []
-    with torch.random.fork_rng(), running(model):
-        torch.manual_seed(seed)
-        rows = model.generate(
-            padded,
-            attention_mask=mask,
-            pad_token_id=0,
-            logits_processor=LogitsProcessorList([*penalties, seen]),  # which come before temperature and top_k
-            tokenizer=tokenizer,
-            do_sample=kind["do_sample"],
-            **_PLAIN,
-            **arguments,
-        )[:, padded.shape[1] :].tolist()
-    view, ends = token_bytes(tokenizer), {tokenizer.eos_token_id, *end_ids(model)} - {None}
-    likeliest, probabilities = (torch.stack(parts, dim=1) for parts in (seen.ids, seen.probabilities))
-    texts = []
-    for i, (start, row) in enumerate(zip(starts, rows, strict=True)):
-        count = next((place for place, token in enumerate(row) if token in ends), len(row))
-        text = view.to_bytes(row[:count], before=b"a").decode(errors="ignore")  # without an unfinished character
-        known = likeliest[i, :count].clone(), probabilities[i, :count].clone()
-        texts.append(WrittenText(start, text, row[:count], *known, count < len(row), name_of_way(kind)))
+        seen, own = _Likeliest(), {**arguments, **kind, **({"seed": seed + index} if kind["do_sample"] else {})}
+        made = xt.generate(some, batch_size=len(some), logits_processor=[seen], max_time=None, progress=False, **own)
+        for start, one in zip(some, made, strict=True):
+            count = next((place for place, token in enumerate(one.token_ids) if token in ends), len(one.token_ids))
+            ids, whole = one.token_ids[:count], [*prompt_ids(target[1], start), *one.token_ids]
+            text = view.to_bytes(ids, before=b"a").decode(errors="ignore")  # without an unfinished character
+            after = [seen.after[tuple(whole[:end])] for end in range(len(whole) - len(one.token_ids), len(whole))]
+            likeliest, probabilities = (torch.stack(parts)[:count] for parts in zip(*after, strict=True))
+            ended = count < len(one.token_ids)
+            texts.append(WrittenText(start, text, ids, likeliest, probabilities, ended, name_of_way(kind)))
     return texts
 
 
 class _Likeliest(LogitsProcessor):
-    """Keeps the likeliest ids of each step and their probabilities, (rows, top) each. It changes nothing."""
+    """Keeps the likeliest ids after each sequence of ids, and their probabilities, (few,) each: the target's own at temperature
+    1, or after a repetition penalty. It changes nothing.
+    """
 
     def __init__(self) -> None:
-        self.ids, self.probabilities = list[Tensor](), list[Tensor]()
+        self.after = dict[tuple[int, ...], tuple[Tensor, Tensor]]()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Likeliest":
+        return self  # one for all sequences
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """`input_ids`: (rows, length). `scores`: (rows, vocabulary)."""
-        top = scores.float().softmax(dim=-1).topk(min(_TOP, scores.shape[-1]))
-        self.ids.append(top.indices.cpu())
-        self.probabilities.append(top.values.cpu())
+        """`input_ids`: (1, length). `scores`: (1, vocabulary)."""
+        top = scores[0].float().softmax(dim=-1).topk(min(_TOP, scores.shape[-1]))
+        self.after[tuple(input_ids[0].tolist())] = top.indices.cpu(), top.values.cpu()
         return scores
-
-
-class _Penalty(LogitsProcessor):
-    """The repetition penalty for rows padded on the left, which doesn't count the padding as text."""
-
-    def __init__(self, padding: Sequence[int]) -> None:
-        self._of_a_row = RepetitionPenaltyLogitsProcessor(PENALTY)
-        self._padding = padding
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """`input_ids`: (rows, length). `scores`: (rows, vocabulary)."""
-        rows = enumerate(self._padding)
-        return torch.cat([self._of_a_row(input_ids[i : i + 1, size:], scores[i : i + 1]) for i, size in rows])
 
 
 def asked(question: str) -> Chat:
@@ -214,7 +176,7 @@ def prompts_for(
         raise InvalidInputError(
             "The target can't write questions, since its chat template begins with the user's message. Give prompts."
         )
-    own = [asked(question) for question in _questions(target, 2 * _HELD_OUT, -1)]
+    own = [asked(question) for question in own_texts(target, 2 * _HELD_OUT, _QUESTION)]
     if len(own) < _LEAST_QUESTIONS:
         raise InvalidInputError(f"The target wrote only {len(own)} different questions. Give prompts.")
     return own[::2], own[1::2], None
@@ -245,7 +207,7 @@ def write_for(
             share = 1.0 if again else sampled
             with timed() as span:
                 if learnt is None:
-                    starts = [one for one in map(asked, _questions(target, _BATCH, number)) if one not in apart]
+                    starts = [one for one in map(asked, own_texts(target, _BATCH, _QUESTION, number + 1)) if one not in apart]
                 else:
                     starts = [learnt[i % len(learnt)] for i in range(first, first + min(_BATCH, len(learnt)))]
                 starts = [one for one in starts for _ in range(2 if 0 < share < 1 else 1)]
@@ -261,17 +223,17 @@ def _before_question(tokenizer: Any) -> list[int]:
     return list(tokenizer(before, add_special_tokens=False).input_ids)
 
 
-@torch.inference_mode()
-def _questions(target: tuple[Any, Any], size: int, number: int) -> list[str]:
-    """About `size` different questions that a chat model writes where its template puts a user's message (Xu et al. 2024, arXiv
-    2406.08464).
+def own_texts(target: tuple[Any, Any], size: int, length: int, seed: int = 0) -> list[str]:
+    """About `size` different texts of `length` tokens that the target writes from nothing, sampled: where its chat template, if
+    it has one, puts a user's message, so that they are questions (Xu et al. 2024, arXiv 2406.08464).
     """
-    model, tokenizer = target
-    start = torch.tensor([_before_question(tokenizer)], dtype=torch.int64, device=device_of(model)).repeat(size, 1)
-    with torch.random.fork_rng(), running(model):
-        torch.manual_seed((number << 16) - 1)
-        rows = model.generate(
-            start, attention_mask=torch.ones_like(start), pad_token_id=0, do_sample=True, max_new_tokens=_QUESTION
-        )
-    texts = tokenizer.batch_decode(rows[:, start.shape[1] :], skip_special_tokens=True)
-    return list(dict.fromkeys(text.strip() for text in texts if text.strip()))
+    _, tokenizer = target
+    if getattr(tokenizer, "chat_template", None) is not None:
+        start = _before_question(tokenizer)
+    elif tokenizer.bos_token_id is tokenizer.eos_token_id is None:
+        return []  # there is nothing to begin with
+    else:
+        start = prompt_ids(tokenizer, "")
+    arguments: dict[str, Any] = {"do_sample": True, "seed": seed, "max_new_tokens": length, "max_time": None}
+    made = XTokAssisted(target, stable=False).generate([start] * size, batch_size=size, progress=False, **arguments)
+    return list(dict.fromkeys(text for one in made if (text := one.text.strip())))
