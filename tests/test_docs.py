@@ -154,7 +154,6 @@ def options(words: list[str]) -> tuple[str, set[str]]:
         if word not in getattr(command, "commands", ()):
             break
         command, name = command.commands[word], f"{name} {word}"
-    command = getattr(command, "commands", {}).get("compare", command)
     return name, {option for one in command.params for option in (*one.opts, *one.secondary_opts)}
 
 

@@ -11,7 +11,7 @@ from front_door import BYTES, GREEDY, PROMPT, PROMPTS, TOKENS
 from worlds import TREE, alone, fitting, make_target_expensive
 
 from xtok import Engine, PromptLookup, XTokAssisted
-from xtok.bench.compare import compare, described
+from xtok.bench.compare import compare, rows_of
 from xtok.bench.runs import SETTINGS
 from xtok.models.graphs import takes_graphs
 from xtok.models.prompts import prompt_ids
@@ -174,9 +174,7 @@ def test_models_with_hooks_or_on_several_devices_are_not_captured() -> None:
     assert not takes_graphs(lm)
 
 
-def test_the_benchmark_says_how_much_of_the_bandwidth_is_used_and_what_is_replayed() -> None:
+def test_the_benchmark_says_what_is_replayed() -> None:
     pair = (target("Llama", torch.float32), TOKENS), (OTHER, BYTES)
-    rows = compare(*pair, PROMPTS, SETTINGS["greedy"], max_new_tokens=48, guess_length=3)
-    assert all(0 < (row.of_bandwidth or 0) < 1 for row in rows)
+    rows = rows_of(compare(*pair, PROMPTS, SETTINGS["greedy"], max_new_tokens=48), sampled=False)
     assert {bool(row.replayed) for row in rows if row.split} == {True}
-    assert "GB/s" in described(pair[0][0])

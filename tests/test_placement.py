@@ -14,7 +14,7 @@ from worlds import deep, mostly_deep
 
 from xtok import Budget, HeadsDrafter, XTokAssisted
 from xtok.cli import commands as cli
-from xtok.cli.console import load_pair
+from xtok.cli.console import Models
 from xtok.errors import InvalidInputError, UnsupportedModelError
 from xtok.models.load import best_device
 from xtok.pair import DRAFT, HEADS, TARGET, prompts
@@ -144,7 +144,7 @@ def test_a_model_that_does_not_fit_is_reported_with_what_to_do(monkeypatch: pyte
 
 
 def test_the_command_line_places_models_apart() -> None:
-    pair = load_pair(str(TARGET), str(DRAFT), "cpu,", "bfloat16,float64")
+    pair = Models(target=str(TARGET), device="cpu,", dtype="bfloat16,float64").load_pair(str(DRAFT))
     assert [(model.device.type, model.dtype) for model, _ in pair] == [("cpu", torch.bfloat16), ("cpu", torch.float64)]
     reported = CliRunner().invoke(
         cli.app, ["generate", TEXT, "--dtype", "float64,bfloat16", "--device", "cpu", "--max-new-tokens", "8"]

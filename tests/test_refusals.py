@@ -113,7 +113,7 @@ INVALID: list[tuple[Callable[[], Any], str]] = [
     ),
     (lambda: split("text"), r"prompts is 'text'; give a list of texts"),
     (
-        lambda: compare(PAIR, DRAFT, [], runs.SETTINGS["greedy"], max_new_tokens=3, guess_length=3),
+        lambda: compare(PAIR, DRAFT, [], runs.SETTINGS["greedy"], max_new_tokens=3),
         r"no prompts\. Give a file",
     ),
     (lambda: runs.named_settings(["warm"]), r"setting is .warm.; use one of greedy"),

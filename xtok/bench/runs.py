@@ -2,12 +2,12 @@
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
-from functools import partial
+from math import inf
 from statistics import median
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -19,8 +19,9 @@ from xtok.models.timing import timed
 from xtok.results.generation import Stats
 from xtok.results.progress import bar
 
-K = TypeVar("K")
 ALONE, NONE, XTOK = "target alone", "xtok, no draft", "xtok"
+_LEAST = 3
+"""How many calls are measured at least."""
 PLAIN: dict[str, Any] = {"do_sample": True, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "epsilon_cutoff": 0.0}
 PLAIN |= {"eta_cutoff": 0.0, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
 """Sampling in which only a temperature shapes the distribution, whatever the target's generation config says."""
@@ -37,25 +38,28 @@ SETTINGS = {
     "greedy": Setting("greedily", {"do_sample": False}),
     "penalty": Setting("greedily, repetition penalty 1.2", {"do_sample": False, "repetition_penalty": 1.2}),
     "sampled": Setting("sampled, T = 0.8", {**PLAIN, "temperature": 0.8}),
+    "own": Setting("sampled, the model's own settings", {"do_sample": True}),
 }
-"""Greedy texts of small models repeat themselves, which prompt lookup gains most from; those of the other two don't."""
+"""Greedy texts of small models repeat themselves, which prompt lookup gains most from; those of the others don't."""
 
 
-def named_settings(names: Sequence[str] | None, known: Mapping[str, Setting] = SETTINGS) -> dict[str, Setting]:
-    """The known settings with these names, or all if None. Raises `InvalidInputError` for unknown names."""
-    if unknown := [name for name in names or () if name not in known]:
-        raise InvalidInputError(f"setting is {unknown[0]!r}; use one of {', '.join(known)}.")
-    return {name: way for name, way in known.items() if name in (names or known)}
+def named_settings(names: Sequence[str]) -> dict[str, Setting]:
+    """The settings with these names. Raises `InvalidInputError` for unknown names."""
+    if unknown := [name for name in names if name not in SETTINGS]:
+        raise InvalidInputError(f"setting is {unknown[0]!r}; use one of {', '.join(SETTINGS)}.")
+    return {name: way for name, way in SETTINGS.items() if name in names}
 
 
-def check_prompts(prompts: Sequence[Prompt]) -> None:
-    """Raises `InvalidInputError` if there are none."""
-    if not prompts:
-        raise InvalidInputError("There are no prompts. Give a file with one prompt per line.")
+class Counted(NamedTuple):
+    """A round with guesses: ids of the target that were guessed, and how many of them were accepted."""
+
+    guessed: int
+    accepted: int
 
 
 class Written(NamedTuple):
-    """A run: the new ids of each text, the seconds and forward passes of all texts together, and xtok's stats of each text.
+    """A run: the new ids of each text, the seconds and forward passes of all texts together, and xtok's stats of each text, and
+    its rounds with guesses.
 
     A forward pass counts once for each text that shares it.
     """
@@ -65,6 +69,7 @@ class Written(NamedTuple):
     target_forwards: int
     draft_forwards: int = 0
     stats: Sequence[Stats] = ()
+    rounds: Sequence[Counted] = ()
 
     @property
     def tokens(self) -> int:
@@ -98,13 +103,8 @@ def by_xtok(xt: XTokAssisted, texts: Sequence[Prompt], *, size: int = 1, seed: i
         made = xt.generate(list(texts), batch_size=size, progress=False, **seeded, **arguments)
     stats = [one.stats for one in made]
     forwards = sum(one.target_forwards for one in stats), sum(one.draft_forwards for one in stats)
-    return Written([one.token_ids for one in made], span.seconds, *forwards, stats)
-
-
-def systems_of(target: tuple[Any, Any], xts: Mapping[str, XTokAssisted], arguments: Mapping[str, Any]) -> dict[str, System]:
-    """The target alone, and xtok in several ways, with the same arguments."""
-    systems: dict[str, System] = {ALONE: partial(by_transformers, target, **arguments)}
-    return systems | {name: partial(by_xtok, xt, **arguments) for name, xt in xts.items()}
+    rounds = [Counted(one.proposed, one.accepted) for text in made for one in text.rounds if one.proposed]
+    return Written([one.token_ids for one in made], span.seconds, *forwards, stats, rounds)
 
 
 @contextmanager
@@ -134,16 +134,6 @@ def uag(tokenizer: Any, draft: Any, guess_length: int | None) -> dict[str, Any]:
         model.generation_config.num_assistant_tokens_schedule = "constant"
         model.generation_config.assistant_confidence_threshold = 0.0
     return {"assistant_model": model, "tokenizer": copy(tokenizer), "assistant_tokenizer": copy(draft[1])}
-
-
-def seconds_of(run: Callable[[], object], repeats: int = 1) -> float:
-    """How long something takes: the median over repeats."""
-    seconds = []
-    for _ in range(repeats):
-        with timed() as span:
-            run()
-        seconds.append(span.seconds)
-    return median(seconds)
 
 
 class Runs(list[Written]):
@@ -203,16 +193,21 @@ class Runs(list[Written]):
         return {name: seconds / whole for name, seconds in parts.items()} | {"pick": 1 - sum(parts.values()) / whole}
 
 
-def write_in_turns(systems: Mapping[K, System], calls: Iterable[Mapping[str, Any]], title: str) -> dict[K, Runs]:
-    """Call all systems with the arguments of each call, in turns. Returns their runs. `title`: the progress bar's.
+def write_in_turns(
+    systems: Mapping[str, System], calls: Sequence[Mapping[str, Any]], title: str, seconds: float = inf
+) -> dict[str, Runs]:
+    """Call all systems with the arguments of each call, in turns. Returns their runs. `title`: the progress bar's. `seconds`:
+    after how many no further call begins, if `_LEAST` have been measured.
 
     Each call begins with the next system, so that none always runs after the same one. Runs of the first call are left out: in
     it, budgets learn what forward passes take, and graphs are captured.
     """
-    runs: dict[K, list[Written]] = {name: [] for name in systems}
-    order = deque(systems)
-    for arguments in bar(list(calls), f"{title} (the first one warms up)"):
+    runs, order = {name: Runs() for name in systems}, deque(systems)
+    for number, arguments in enumerate(bar(calls, f"{title} (the first one warms up)")):
+        if number > _LEAST and sum(found.seconds for found in runs.values()) > seconds:
+            break
         for name in order:
-            runs[name].append(systems[name](**arguments))
+            one = systems[name](**arguments)
+            runs[name] += [one] if number else []
         order.rotate(-1)
-    return {name: Runs(found[1:]) for name, found in runs.items()}
+    return runs

@@ -1,61 +1,50 @@
-"""`xtok bench`: its two commands, their options, and the models and texts that they pass to the benchmarks."""
+"""`xtok bench`: its options, and the models and texts that it passes to the benchmark."""
 
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections.abc import Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from xtok.cli.console import (
-    DraftOption,
-    JsonOption,
-    Models,
-    held_out,
-    load_pair,
-    needs_no_model,
-    on_the_command_line,
-    print_found,
-    read_lines,
-)
+from xtok.cli.console import JsonOption, Models, as_json, on_the_command_line, read_lines
 from xtok.errors import InvalidInputError
 from xtok.pair import pair
 
-LimitOption = Annotated[
-    int | None, typer.Option("--limit", min=1, help="Use only this many prompts, the first ones.", show_default="all")
-]
-TokensOption = Annotated[int, typer.Option(min=1, help="How many tokens to write for each prompt.")]
-
-app = typer.Typer()
+HELD_OUT = 6
+"""Every sixth of the prompts of the Japanese pair is for measuring; the others are for tuning."""
 
 
-def unless_a_command_follows(measure: Callable[..., None]) -> Callable[..., None]:
-    """Calls `measure` if no command follows, and refuses options before the name of a command."""
+class Asked(str, Enum):
+    """What is measured in place of texts to continue."""
 
-    @wraps(measure)
-    def run(ctx: typer.Context, **options: Any) -> None:
-        sources: Any = [ctx.get_parameter_source(name) for name in options]
-        if ctx.invoked_subcommand is None:
-            measure(ctx=ctx, **options)
-        elif any(one.name == "COMMANDLINE" for one in sources):
-            ctx.fail(f"Give options after the name of the command: xtok bench {ctx.invoked_subcommand} …")
-
-    return run
+    CHATS = "chats"
 
 
-@app.callback(invoke_without_command=True)
-@unless_a_command_follows
 @on_the_command_line
-def compare(
-    ctx: typer.Context,
+def bench(
     models: Models,
-    file: Annotated[
-        Path | None, typer.Option("--prompts", help="A file with one prompt per line.", show_default="20 held-out prompts")
+    asked: Annotated[
+        Asked | None, typer.Argument(help="Ask prompts as questions in chats, by kinds, on one thread.", show_default=False)
     ] = None,
-    limit: LimitOption = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompts",
+            help="A file with one prompt per line.",
+            show_default="20 held-out prompts; for chats, 32 questions in eight kinds",
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Use only this many prompts, the first ones.", show_default="all")
+    ] = None,
     setting: Annotated[
         list[str] | None,
-        typer.Option(help="How to generate: greedy, penalty or sampled. May be given again.", show_default="all three"),
+        typer.Option(
+            help="How to generate: greedy, penalty, sampled (T = 0.8), or own (sampled, by the target's generation config). "
+            "May be given again.",
+            show_default="greedy, penalty and sampled; for chats, greedy, sampled and own",
+        ),
     ] = None,
     draft: Annotated[
         str | None,
@@ -64,90 +53,72 @@ def compare(
             show_default="the pair's; for other targets, lookup",
         ),
     ] = None,
-    max_new_tokens: TokensOption = 64,
-    guess_length: Annotated[int, typer.Option(min=1, help="How many draft tokens to guess if the length is fixed.")] = 5,
-    batch: Annotated[int, typer.Option(min=1, help="How many texts to write at a time.")] = 1,
-    ratio: Annotated[
-        float | None,
-        typer.Option(min=1, help="Enlarge the target until its forward pass takes this many times as long as the draft's."),
+    heads: Annotated[
+        Path | None, typer.Option(help="A file of heads, to measure as well.", show_default="for chats, those of --pair")
     ] = None,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="How many tokens to write after each prompt.", show_default="64; for chats, 128"),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="How many texts to write at a time.")] = 1,
     large: Annotated[
         bool, typer.Option("--large", help="Enlarge both models to the sizes of llm-jp-13B and open-calm-small: 27 GB.")
     ] = False,
     json: JsonOption = False,
 ) -> None:
-    """Measure on your machine: the target alone, transformers' universal assisted generation and xtok, in turns on the same
-    prompts. For chat models, use xtok bench chats.
-    """
-    from xtok.assisted import XTokAssisted
-    from xtok.bench import compare, runs
-    from xtok.bench.stretch import enlarged
-
-    settings = runs.named_settings(setting)
-    texts = held_out(models.named) if file is None else read_lines(file)
-    target, draft = models.sources(draft)
-    small: Any = None
-    if needs_no_model(target, draft):
-        if unused := [f"--{name}" for name, value in {"ratio": ratio, "large": large}.items() if value]:
-            raise InvalidInputError(f"{', '.join(unused)} has no effect without a draft model. Give one as --draft.")
-        big = models.load_target()
-    else:
-        big, small = enlarged(load_pair(target, draft, models.device, models.dtype), ratio, large)
-    shape = {"max_new_tokens": max_new_tokens, "guess_length": guess_length, "batch": batch}
-    found = {name: compare.compare(big, small, texts[:limit], way, **shape) for name, way in settings.items()}
-    titles = {name: way.title for name, way in settings.items()}
-    seconds = runs.seconds_of(lambda: XTokAssisted(big, small))
-    device = compare.described(big[0])
-    shown = {"device": device, "build_seconds": seconds, "titles": titles, "settings": found}
-    print_found(shown, {titles[name]: rows for name, rows in found.items()}, json)
-    if not json:
-        typer.echo(f"{device}. Making an instance of the loaded models takes {seconds:.2f} s.")
-
-
-@app.command()
-@on_the_command_line
-def chats(
-    models: Models,
-    draft: DraftOption = None,
-    file: Annotated[
-        Path | None,
-        typer.Option("--prompts", help="A file with one question per line.", show_default="32 questions in eight kinds"),
-    ] = None,
-    heads: Annotated[
-        Path | None, typer.Option(help="A file of heads, to measure as well.", show_default="those of --pair")
-    ] = None,
-    limit: LimitOption = None,
-    max_new_tokens: TokensOption = 128,
-    setting: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="How to generate: greedy, sampled (T = 0.8), or own (sampled, by the target's generation config). "
-            "May be given again.",
-            show_default="all three",
-        ),
-    ] = None,
-    json: JsonOption = False,
-) -> None:
-    """Chats on one thread, by kinds of questions: the target alone, transformers' assisted generation, and xtok."""
+    """Measure on your machine: the target alone, transformers' assisted generation and xtok, in turns on the same prompts."""
     import torch
 
-    from xtok.bench import chats, compare, runs
+    from xtok.bench import compare, runs
+    from xtok.bench.chats import Question, as_chats, kind_rows, questions
+    from xtok.bench.rows import print_tables
     from xtok.drafts.heads import HeadsDrafter
 
-    settings = runs.named_settings(setting, chats.CHAT_SETTINGS)
-    asked = chats.questions() if file is None else [chats.Question("of the file", line) for line in read_lines(file)]
-    target, small = models.load_pair(draft)
-    heads = heads or (None if models.named is None else pair(models.named).heads)
-    shared: dict[str, Any] = {"max_new_tokens": max_new_tokens, "heads": None if heads is None else HeadsDrafter(heads)}
-    torch.set_num_threads(1)  # models this small gain nothing from more
-    found = {name: chats.compare_chats(target, small, asked[:limit], way, **shared) for name, way in settings.items()}
-    kinds = [row for rows, _ in found.values() for row in rows]
-    by_setting = {name: rows for name, (_, rows) in found.items()}
-    titles = {name: settings[name].title for name in found}
-    shape = {"threads": 1, "dtype": str(target[0].dtype).removeprefix("torch."), "max_new_tokens": max_new_tokens}
-    named = runs.XTOK if heads is None else compare.HEADS
-    tables: dict[str, Sequence[Any]] = {f"by kind of question, up to {max_new_tokens} tokens: {named}": kinds}
-    tables |= {titles[name]: rows for name, rows in by_setting.items()}
-    print_found({**shape, "titles": titles, "kinds": kinds, "settings": by_setting}, tables, json)
-    if not json:
-        typer.echo(f"One thread, {shape['dtype']}, {len(asked[:limit])} questions.")
+    settings = runs.named_settings(setting or (["greedy", "sampled", "own"] if asked else ["greedy", "penalty", "sampled"]))
+    if file is not None:
+        lines = [Question("of the file", line) for line in read_lines(file)]
+    else:
+        lines = questions() if asked else [Question("held-out", text) for text in _held_out(models)]
+    lines = lines[:limit]
+    target, small = _loaded(models, draft, large)
+    prompts: Sequence[Any] = [one.text for one in lines]
+    if asked:
+        prompts = as_chats(target[1], [one.text for one in lines])
+        heads = heads or (models.pair.heads if models.named and models.pair else None)
+        torch.set_num_threads(1)  # models this small gain nothing from more
+    length = max_new_tokens or (128 if asked else 64)
+    shape: dict[str, Any] = {"heads": None if heads is None else HeadsDrafter(heads), "max_new_tokens": length, "batch": batch}
+    found, kinds = dict[str, list[Any]](), list[Any]()
+    for name, way in settings.items():
+        done = compare.compare(target, small, prompts, way, **shape)
+        found[name] = compare.rows_of(done, sampled=way.arguments["do_sample"])
+        own = next(system for system in (compare.HEADS, runs.XTOK, compare.NO_MODEL) if system in done)
+        kinds += kind_rows(way, lines, done[own], done[runs.ALONE]) if asked and batch == 1 else []
+    device, titles = compare.described(target[0]), {name: way.title for name, way in settings.items()}
+    if json:
+        typer.echo(as_json({"device": device, "max_new_tokens": length, "titles": titles, "kinds": kinds, "settings": found}))
+        return
+    tables = {f"by kind of question, up to {length} tokens: {own}": kinds} if kinds else {}
+    print_tables(tables | {titles[name]: rows for name, rows in found.items()})
+    typer.echo(f"{device}, {len(lines)} prompts.")
+
+
+def _held_out(models: Models) -> list[str]:
+    """Prompts that no draft was tuned on."""
+    found = models.pair or pair("aozora")
+    return found.prompts[:: HELD_OUT if found.name == "aozora" else 1]
+
+
+def _loaded(models: Models, draft: str | None, large: bool) -> tuple[Any, Any]:
+    """Target and draft, each with its tokenizer; no draft if none is given and there is none for the target."""
+    if draft == "lookup" or (draft is None and models.pair is None):
+        if large:
+            raise InvalidInputError("--large has no effect without a draft model. Give one as --draft.")
+        return models.load()[0], None
+    big: Any
+    (big, tokens), (small, pieces) = models.load_pair(draft)
+    if large:
+        from xtok.bench.stretch import LARGE, SMALL, sized
+
+        big, small = sized(big, *LARGE), sized(small, *SMALL)
+    return (big, tokens), (small, pieces)

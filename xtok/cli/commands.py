@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from xtok import __version__
-from xtok.cli.bench import app as bench
+from xtok.cli.bench import bench
 from xtok.cli.console import on_the_command_line
 from xtok.cli.generate import generate
 from xtok.cli.inspect import inspect
@@ -55,6 +55,5 @@ def demo() -> None:
         raise typer.Exit(1)
 
 
-for command in (generate, serve, inspect, demo, tune_draft, train_heads):
+for command in (generate, serve, inspect, bench, demo, tune_draft, train_heads):
     app.command()(command)
-app.add_typer(bench, name="bench")

@@ -4,7 +4,7 @@ import json
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial, wraps
@@ -15,21 +15,8 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 import typer
 
 from xtok.errors import InvalidInputError, XTokError, reason
-from xtok.pair import DRAFT, PAIRS, TARGET, pair, prompts
+from xtok.pair import PAIRS, Pair, pair
 
-OWN_TARGET, OWN_DRAFT = str(TARGET), str(DRAFT)
-PairOption = Annotated[
-    str | None,
-    typer.Option(
-        "--pair",
-        help=f"A named target with its draft model and heads: {' or '.join(PAIRS)}, a chat model, downloaded once (93 MB).",
-        show_default="aozora",
-    ),
-]
-TargetOption = Annotated[
-    str | None,
-    typer.Option(help="Hub id or path (a folder, a .gguf file) of the model whose output you want.", show_default="the pair's"),
-]
 DraftOption = Annotated[
     str | None,
     typer.Option(help="Hub id or path of the draft model.", show_default="the pair's draft model; needed for other targets"),
@@ -41,19 +28,6 @@ GuessOption = Annotated[
         show_default="the pair's draft model or heads; for other targets, prompt lookup and token recycling",
     ),
 ]
-DeviceOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Device of both models, such as cuda, or of target and draft: cuda,cpu.", show_default="the best there is"
-    ),
-]
-DtypeOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Precision: float32, bfloat16, float16 or float64; or of target and draft: bfloat16,float32.",
-        show_default="what their configurations say",
-    ),
-]
 StableOption = Annotated[
     bool | None,
     typer.Option(
@@ -63,56 +37,111 @@ StableOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
-EVERY = 6
-"""Every sixth of the shipped prompts is for measuring; the others are for tuning."""
 STDIN = Path("-")
 
 
 class Models(NamedTuple):
     """Options that say which target is loaded, and the device and precision of it and its drafts."""
 
-    named: PairOption = None
-    target: TargetOption = None
-    device: DeviceOption = None
-    dtype: DtypeOption = None
+    named: Annotated[
+        str | None,
+        typer.Option(
+            "--pair",
+            help=f"A named target with its draft model and heads: {' or '.join(PAIRS)}, a chat model, downloaded once (93 MB).",
+            show_default="aozora",
+        ),
+    ] = None
+    target: Annotated[
+        str | None,
+        typer.Option(
+            help="Hub id or path (a folder, a .gguf file) of the model whose output you want.", show_default="the pair's"
+        ),
+    ] = None
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="Device of both models, such as cuda, or of target and draft: cuda,cpu.", show_default="the best there is"
+        ),
+    ] = None
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Precision: float32, bfloat16, float16 or float64; or of target and draft: bfloat16,float32.",
+            show_default="what their configurations say",
+        ),
+    ] = None
 
-    def sources(self, draft: str | None = None) -> tuple[str, str | None]:
-        """The target and the draft that --pair, --target and --draft name; no draft if none is named.
-
-        Raises `InvalidInputError` for --pair beside --target, and what `pair` and its target raise.
+    @property
+    def pair(self) -> Pair | None:
+        """The named pair, that of Japanese models without a name, and None for another target. Raises `InvalidInputError` for
+        --pair beside --target, and what `xtok.pair.pair` raises.
         """
-        if self.named is None:
-            if self.target in PAIRS and not Path(self.target).exists():
-                raise InvalidInputError(f"{self.target} is the name of a pair. Did you mean --pair {self.target}?")
-            return self.target or OWN_TARGET, draft
-        if self.target is not None:
+        if self.named is not None and self.target is not None:
             raise InvalidInputError(
                 f"--pair {self.named} names a target, and so does --target {self.target}. Give one of them."
             )
-        found = pair(self.named)
-        return str(found.target), draft or str(found.draft)
+        if self.target in PAIRS and not Path(self.target).exists():
+            raise InvalidInputError(f"{self.target} is the name of a pair. Did you mean --pair {self.target}?")
+        return None if self.target else pair(self.named or "aozora")
 
-    def guess_sources(self, draft: str | None) -> tuple[str, str | None]:
-        """As `sources`, for commands that take heads, too. Without --draft, a named pair gives what guesses better: heads or
-        draft model.
+    @property
+    def source(self) -> str:
+        """The target's hub id or path. A pair's is fetched if need be."""
+        found = self.pair
+        return str(self.target if found is None else found.target)
+
+    def draft_model(self, draft: str | None) -> str:
+        """The draft for a command that needs a draft model. Raises `InvalidInputError` if --draft names none, or no model."""
+        if draft in ("none", "lookup"):
+            raise InvalidInputError(f'--draft is "{draft}", and this command needs a draft model. Give a hub id or path.')
+        if draft is not None and holds_heads(draft):
+            raise InvalidInputError(
+                f"{draft} holds heads, and this command needs a draft model. xtok bench chats --heads measures heads."
+            )
+        if draft is None and self.pair is None:
+            raise InvalidInputError(f"There is no draft model for {self.target}. Give a hub id or path as --draft.")
+        return draft or str(self.pair and self.pair.draft)
+
+    def guesser(self, draft: str | None) -> Any:
+        """What guesses, as `XTokAssisted` takes it, by --draft. Without one: of a pair what guesses better, heads or a model;
+        for other targets, what needs no model.
         """
-        found, of_pair = self.sources(draft)
-        return found, of_pair if self.named is None or draft else str(pair(self.named).guesser)
+        from xtok.drafts.given import without_a_model
+        from xtok.drafts.heads import HeadsDrafter
+
+        if draft is None and self.pair is not None:
+            draft = str(self.pair.guesser)
+        if draft in (None, "lookup"):
+            return without_a_model()
+        return None if draft == "none" else HeadsDrafter(draft) if holds_heads(draft) else draft
 
     @property
     def placed(self) -> dict[str, Any]:
-        """`device` and `dtype`, as `XTokAssisted` and `placements` take them."""
-        return {"device": by_model(self.device), "dtype": by_model(self.dtype)}
+        """`device` and `dtype`, as `XTokAssisted` and `placements` take them: one for both models, or for target and draft."""
+        found = dict[str, Any]()
+        for name, given in (("device", self.device), ("dtype", self.dtype)):
+            parts = [part.strip() or None for part in (given or "").split(",")]
+            found[name] = tuple(parts) if len(parts) == 2 else given
+        return found
 
-    def load_target(self) -> tuple[Any, Any]:
-        """The target and its tokenizer. Errors are those of `load`."""
+    def load(self, drafts: Sequence[str] = ()) -> tuple[Any, dict[str, Any]]:
+        """The target and drafts by their names, each a model with its tokenizer. Heads are left to load with the target. Errors
+        are those of `xtok.models.load.load`.
+        """
+        from xtok.drafts.heads import HeadsDrafter
+        from xtok.models.cache import device_of
         from xtok.models.load import load, placements
 
-        return load(self.sources()[0], "target", placements(**self.placed)[0])
+        places = placements(**self.placed)
+        big = load(self.source, "target", places[0])
+        return big, {
+            one: HeadsDrafter(one) if holds_heads(one) else load(one, "draft", places[1], device_of(big[0])) for one in drafts
+        }
 
     def load_pair(self, draft: str | None) -> tuple[Any, Any]:
-        """Target and draft, each with its tokenizer. Errors are those of `load` and `model_draft`."""
-        return load_pair(*self.sources(draft), self.device, self.dtype)
+        """Target and draft model, each with its tokenizer. Errors are those of `load` and `draft_model`."""
+        big, drafts = self.load([self.draft_model(draft)])
+        return big, next(iter(drafts.values()))
 
 
 def on_the_command_line(command: Callable[..., None]) -> Callable[..., None]:
@@ -172,45 +201,6 @@ def _show_warning(others: Callable[..., None], message: Any, category: type[Warn
         others(message, category, *where, **more)
 
 
-def held_out(named: str | None) -> list[str]:
-    """Prompts to measure on: those of a named pair, or every sixth of those of the pair that ships."""
-    return prompts()[::EVERY] if named is None or named == "aozora" else pair(named).prompts
-
-
-def model_draft(target: str, draft: str | None) -> str:
-    """The draft for a command that needs a draft model. Raises `InvalidInputError` if --draft names none, or no model."""
-    if draft is None and target != OWN_TARGET:
-        raise InvalidInputError(f"There is no draft model for {target}. Give a hub id or path as --draft.")
-    if draft in ("none", "lookup"):
-        raise InvalidInputError(f'--draft is "{draft}", and this command needs a draft model. Give a hub id or path.')
-    if draft is not None and holds_heads(draft):
-        raise InvalidInputError(
-            f"{draft} holds heads, and this command needs a draft model. xtok bench chats --heads measures heads."
-        )
-    return draft or OWN_DRAFT
-
-
-def needs_no_model(target: str, draft: str | None) -> bool:
-    """Whether no model guesses: --draft is "lookup", or is left out for a target without a draft model."""
-    return draft == "lookup" or (draft is None and target != OWN_TARGET)
-
-
-def drafts_of(target: str, draft: str | None) -> Any:
-    """What guesses, as `XTokAssisted` takes it, by --draft. Without one: the shipped draft for the shipped target, and what
-    needs no model for others.
-    """
-    from xtok.drafts.given import without_a_model
-    from xtok.drafts.heads import HeadsDrafter
-
-    if draft == "none":
-        return None
-    if needs_no_model(target, draft):
-        return without_a_model()
-    if draft is None:
-        return OWN_DRAFT
-    return HeadsDrafter(draft) if holds_heads(draft) else draft
-
-
 def remembering(draft: Any, size: str | None) -> Any:
     """The drafts, in which prompt lookup remembers `size` bytes ("16M"). Raises `InvalidInputError` without a draft."""
     from xtok.drafts.given import as_list, without_a_model
@@ -232,33 +222,6 @@ def holds_heads(draft: str) -> bool:
     from xtok.drafts.eagle3 import is_eagle3
 
     return draft.endswith(".safetensors") or is_eagle3(Path(draft))
-
-
-def by_model(option: str | None) -> str | tuple[str | None, str | None] | None:
-    """An option for both models, or for target and draft if it has a comma."""
-    if option is None or option.count(",") != 1:
-        return option
-    target, draft = (part.strip() or None for part in option.split(","))
-    return target, draft
-
-
-def load_pair(target: str, draft: str | None, device: str | None, dtype: str | None) -> tuple[Any, Any]:
-    """Target and draft, each with its tokenizer, placed as the options say. Errors are those of `load` and `model_draft`."""
-    big, drafts = load_models(target, [model_draft(target, draft)], device, dtype)
-    return big, next(iter(drafts.values()))
-
-
-def load_models(target: str, drafts: Sequence[str], device: str | None, dtype: str | None) -> tuple[Any, dict[str, Any]]:
-    """As `load_pair`, for several drafts, by their names. Heads are left to load with the target."""
-    from xtok.drafts.heads import HeadsDrafter
-    from xtok.models.cache import device_of
-    from xtok.models.load import load, placements
-
-    places = placements(device=by_model(device), dtype=by_model(dtype))
-    big = load(target, "target", places[0])
-    return big, {
-        one: HeadsDrafter(one) if holds_heads(one) else load(one, "draft", places[1], device_of(big[0])) for one in drafts
-    }
 
 
 def read_text(path: Path) -> str:
@@ -283,12 +246,3 @@ def as_json(found: Any, indent: int | None = 2) -> str:
     """Dataclasses and the like as JSON. If stdout can't encode all characters, those that aren't ASCII are escaped."""
     plain = "utf" in (sys.stdout.encoding or "").lower()
     return json.dumps(found, ensure_ascii=not plain, indent=indent, default=asdict)
-
-
-def print_found(found: Any, tables: Mapping[str, Sequence[Any]], as_plain_json: bool) -> None:
-    from xtok.bench.rows import print_tables
-
-    if as_plain_json:
-        typer.echo(as_json(found))
-    else:
-        print_tables(tables)

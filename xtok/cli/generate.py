@@ -8,25 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from xtok.cli.console import (
-    OWN_TARGET,
-    STDIN,
-    GuessOption,
-    Models,
-    StableOption,
-    as_json,
-    drafts_of,
-    on_the_command_line,
-    read_lines,
-    read_text,
-)
+from xtok.cli.console import STDIN, GuessOption, Models, StableOption, as_json, on_the_command_line, read_lines, read_text
 from xtok.errors import InvalidInputError
-from xtok.pair import pair
 from xtok.results.progress import busy
 
 if TYPE_CHECKING:
     from xtok.assisted import XTokAssisted
-    from xtok.drafts.policy.settings import Budget
     from xtok.results.generation import Generation
 
 Piece = TypeVar("Piece")
@@ -69,10 +56,6 @@ def generate(
         int | None, typer.Option(min=0, help="Sample from this many most probable tokens.", show_default="the target's")
     ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="The same seed samples the same text.")] = None,
-    budget: Annotated[
-        str | None,
-        typer.Option(help="How much to guess in every round: DEPTHxWIDTH, such as 5x4.", show_default="as much as pays"),
-    ] = None,
     stable: StableOption = None,
     show: Annotated[
         bool, typer.Option("--show", help="Color the text by what guessed it (on a terminal), and count each one's tokens.")
@@ -85,7 +68,6 @@ def generate(
     if show and json:
         raise InvalidInputError("--show has no effect with --json, which reports what guessed each token. Give one of them.")
     sampling = _sampling(temperature, top_p=top_p, top_k=top_k, seed=seed)
-    fixed = _budget(budget, draft)
     texts = _texts(prompt or [], file or [], prompts or [])
     if len(texts) > 1 and not json:
         raise InvalidInputError(
@@ -93,17 +75,16 @@ def generate(
         )
     is_given = chat is not None
     if chat is None:
-        chat = models.named is not None and pair(models.named).chats
+        chat = models.pair is not None and models.pair.chats
     if system is not None and not chat:
         raise InvalidInputError("--system has no effect without --chat. Give both.")
     first = [] if system is None else [{"role": "system", "content": system}]
     inputs = [[*first, {"role": "user", "content": text}] if chat else text for text in texts]
     arguments = {"max_new_tokens": max_new_tokens, "do_sample": False, **sampling, **_stops(stop)}
-    target, draft = models.guess_sources(draft)
     from xtok.assisted import XTokAssisted
 
-    xt = XTokAssisted(target, drafts_of(target, draft), budget=fixed, stable=stable, **models.placed)
-    _hint(xt, has_draft=draft is not None or target == OWN_TARGET, is_chat=chat, is_given=is_given)
+    xt = XTokAssisted(models.source, models.guesser(draft), stable=stable, **models.placed)
+    _hint(xt, has_draft=draft is not None or models.pair is not None, is_chat=chat, is_given=is_given)
     if json:
         for text, answer in zip(texts, xt.generate(inputs, **arguments), strict=True):
             typer.echo(as_json(answer.to_dict() | {"prompt": text}, indent=None))
@@ -157,20 +138,6 @@ def _sampling(temperature: float, **settings: Any) -> dict[str, Any]:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise InvalidInputError(f"{names} has no effect on a greedy text. Leave it out, or sample with --temperature.")
     return {}
-
-
-def _budget(given: str | None, draft: str | None) -> "Budget | None":
-    """A fixed budget. Raises `InvalidInputError` for a malformed one, and if nothing guesses."""
-    if given is None:
-        return None
-    if draft == "none":
-        raise InvalidInputError('--budget has no effect with --draft none. Leave it out, or give a draft ("lookup" at least).')
-    found = re.fullmatch(r"(\d+)x(\d+)", given)
-    if found is None:
-        raise InvalidInputError(f"--budget is {given!r}; give a depth and a width, such as 5x4 for a tree or 5x1 for a chain.")
-    from xtok.drafts.policy.settings import Budget
-
-    return Budget(int(found[1]), width=int(found[2]), schedule="constant")
 
 
 def _started(pieces: Iterable[Piece]) -> Iterator[Piece]:

@@ -1,6 +1,5 @@
-"""`xtok inspect`: how well drafts fit a target, from tokenizers and configurations, or measured."""
+"""`xtok inspect`: how well drafts fit a target: from tokenizers and configurations, and measured on a short sample."""
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -8,35 +7,26 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from xtok.bench.rows import Column, print_tables
-from xtok.cli.console import (
-    OWN_TARGET,
-    JsonOption,
-    Models,
-    as_json,
-    holds_heads,
-    load_models,
-    model_draft,
-    on_the_command_line,
-    read_text,
-)
+from xtok.cli.console import JsonOption, Models, as_json, holds_heads, on_the_command_line, read_text
 from xtok.errors import InvalidInputError
 from xtok.pair import pair
 from xtok.results.progress import busy
 
 if TYPE_CHECKING:
     from xtok.align.fit import Fit, Side
-    from xtok.bench.verdict import DraftRow, Verdict
+    from xtok.bench.verdict import Verdict
     from xtok.models.load import Described
-    from xtok.models.prompts import Prompt
 
 GUESS_LENGTH = 5
-MEASURED, MEASURED_TOKENS = 8, 32
-"""On how many prompts drafts are measured, and how many tokens are generated for each."""
+MEASURED, MEASURED_TOKENS, SECONDS = 8, 32, 30.0
+"""On how many prompts drafts are measured, how many tokens are generated for each, and after how long no further one begins."""
+OWN_TOKENS = 48
+"""How many tokens a text has that the target writes as a sample."""
 
 
 @on_the_command_line
 def inspect(
-    options: Models,
+    models: Models,
     draft: Annotated[
         list[str] | None,
         typer.Option(help="Hub id or path of a draft model, or heads. May be given again.", show_default="the pair's"),
@@ -54,46 +44,48 @@ def inspect(
             "--weights/--no-weights", help="Load the models and measure for some seconds whether guesses pay on the sample."
         ),
     ] = True,
-    measure: Annotated[
-        bool,
-        typer.Option("--measure", help="Also measure which draft is fastest, on whole generations after lines of the sample."),
-    ] = False,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Measure on at most this many lines.", show_default=str(MEASURED))
     ] = None,
     json: JsonOption = False,
 ) -> None:
     """Say whether a draft makes a target faster, and how well their tokenizers fit."""
-    for name, given in {"measure": measure, "limit": limit, "device": options.device, "dtype": options.dtype}.items():
-        if given and not weights:
+    for name, unused in {"limit": limit, "device": models.device, "dtype": models.dtype}.items():
+        if unused and not weights:
             raise InvalidInputError(f"--{name} has no effect with --no-weights. Give one of them.")
-    target, of_pair = options.sources()
-    by_default: list[str | None] = [options.guess_sources(None)[1], of_pair] if weights else [of_pair]
-    given_drafts = draft or by_default
-    heads = [one for one in given_drafts if one is not None and holds_heads(one)]
+    given: list[str | None] = [*draft] if draft else [None]
+    if weights and draft is None and models.pair is not None:
+        given = [str(models.pair.guesser), None]  # which may be heads, and the draft model
+    heads = [one for one in given if one is not None and holds_heads(one)]
     if heads and not weights:
         raise InvalidInputError(f"{heads[0]} holds heads, which have no tokenizer to compare. Leave out --no-weights.")
-    drafts = list(dict.fromkeys(one if one in heads else model_draft(target, one) for one in given_drafts))
+    drafts = list(dict.fromkeys(one if one in heads else models.draft_model(one) for one in given))
     from xtok.align.fit import fit
     from xtok.models.load import load_without_weights
 
     lines = None if text is None else read_text(text).splitlines(keepends=True)
     with busy("reading tokenizers"):
-        own = load_without_weights(target, "target")
+        own = load_without_weights(models.source, "target")
         described = {one: load_without_weights(one, "draft") for one in drafts if one not in heads}
-    models = load_models(target, drafts, options.device, options.dtype) if weights else None
+    target, loaded = models.load(drafts) if weights else (None, {})
     with busy("reading the sample"):
-        texts, chats = (lines, False) if lines is not None else _sample(options.named, target, models and models[0])
+        texts, chats = (lines, False) if lines is not None else _sample(models, target)
         fits = {
             one: fit(own.tokenizer, found.tokenizer, texts, target_window=own.window, draft_window=found.window)
             for one, found in described.items()
         }
     asked = [line.rstrip("\r\n") for line in texts if line.strip()][: limit or MEASURED]
-    judged, rows = _measured(models, asked, chats, compares=measure) if models else ({}, [])
+    judged = {} if target is None else _judged(target, loaded, asked, chats)
     if json:
-        typer.echo(as_json(_as_json(target, drafts, fits, judged, rows)))
+        found = [
+            {"name": name, "target_name": models.source}
+            | (asdict(fits[name]) if name in fits else {})
+            | ({"verdict": asdict(judged[name])} if judged else {})
+            for name in drafts
+        ]
+        typer.echo(as_json(found[0] if len(found) == 1 else found))
         return
-    typer.echo(f"target: {target}")
+    typer.echo(f"target: {models.source}")
     for name in drafts:
         typer.echo(typer.style(f"draft: {name}\n", bold=len(drafts) > 1))
         typer.echo(judged[name].sentence if judged else _by_sizes(own, described[name]))
@@ -101,22 +93,34 @@ def inspect(
             _print_fit(fits[name])
         else:
             typer.echo()  # heads have no tokenizer to compare
-    if rows:
-        _print_measured(rows, "as chats, greedily" if chats else "greedily, with a repetition penalty")
 
 
-def _sample(named: str | None, target: str, model: Any) -> tuple[list[str], bool]:
+def _judged(target: Any, drafts: dict[str, Any], texts: list[str], chats: bool) -> "dict[str, Verdict]":
+    from xtok.assisted import XTokAssisted
+    from xtok.bench.chats import as_chats
+    from xtok.bench.compare import measure
+    from xtok.bench.runs import NONE, SETTINGS
+    from xtok.bench.verdict import CHAIN, judge
+
+    prompts: Any = as_chats(target[1], texts) if chats else texts
+    setting = SETTINGS["greedy" if chats else "penalty"]  # greedy continuations repeat themselves, which flatters drafts
+    xts = {NONE: XTokAssisted(target), **{name: XTokAssisted(target, [one], budget=CHAIN) for name, one in drafts.items()}}
+    runs = measure(target, xts, prompts, setting, max_new_tokens=MEASURED_TOKENS, seconds=SECONDS)
+    return {name: judge(runs, name) for name in drafts}
+
+
+def _sample(models: Models, target: Any) -> tuple[list[str], bool]:
     """Texts in the target's language, and whether they are questions: the pair's, the target's own, or those of all pairs."""
-    if named is not None and pair(named).chats:
+    if models.pair is not None and models.pair.chats:
         from xtok.bench.chats import questions
 
         return [one.text for one in questions()], True
-    if named is not None or target == OWN_TARGET:
-        return pair(named or "aozora").prompts, False
-    from xtok.bench.verdict import own_texts
+    if models.pair is not None:
+        return models.pair.prompts, False
+    from xtok.tune.writing import own_texts
 
-    if model is not None and (texts := own_texts(model, MEASURED)):
-        return texts, getattr(model[1], "chat_template", None) is not None
+    if target is not None and (texts := own_texts(target, MEASURED, OWN_TOKENS)):
+        return texts, getattr(target[1], "chat_template", None) is not None
     return [*pair("aozora").prompts, *pair("smollm2").prompts], False
 
 
@@ -126,49 +130,6 @@ def _by_sizes(target: "Described", draft: "Described") -> str:
         f"A forward pass of the draft reads {share} of the parameters that one of the target reads. Whether guesses pay "
         "depends on how many are accepted: leave out --no-weights to measure it."
     )
-
-
-def _measured(
-    models: tuple[Any, dict[str, Any]], texts: Sequence[str], chats: bool, *, compares: bool
-) -> "tuple[dict[str, Verdict], list[DraftRow]]":
-    """The verdict for each draft, and, if `compares`, the drafts, the fastest first: both on the same prompts."""
-    from xtok.bench.chats import as_chats
-    from xtok.bench.runs import SETTINGS
-    from xtok.bench.verdict import compare_drafts, judge
-
-    prompts: Sequence[Prompt] = as_chats(models[0][1], texts) if chats else list(texts)
-    # greedy continuations repeat themselves, which flatters drafts
-    shared: dict[str, Any] = {**SETTINGS["greedy" if chats else "penalty"].arguments, "max_new_tokens": MEASURED_TOKENS}
-    with busy("measuring"):
-        judged = judge(*models, prompts, **shared)
-    return judged, compare_drafts(*models, prompts, **shared) if compares else []
-
-
-def _as_json(
-    target: str, names: Sequence[str], fits: "dict[str, Fit]", judged: "dict[str, Verdict]", rows: "list[DraftRow]"
-) -> Any:
-    measured = {row.draft: {"measured": asdict(row)} for row in rows}
-    verdicts = {name: {"verdict": asdict(one)} for name, one in judged.items()}
-    found = [
-        {
-            "name": name,
-            "target_name": target,
-            **(asdict(fits[name]) if name in fits else {}),
-            **verdicts.get(name, {}),
-            **measured.get(name, {}),
-        }
-        for name in names
-    ]
-    return found[0] if len(found) == 1 else found
-
-
-def _print_measured(rows: "list[DraftRow]", setting: str) -> None:
-    title = f"measured on {rows[0].prompts} prompts, {setting}, {MEASURED_TOKENS} tokens each, without prompt lookup"
-    print_tables({title: rows})
-    if rows[0].speed > 1:
-        typer.echo(f"Best here: {rows[0].draft}, {rows[0].speed:.2f} times the speed of the target alone.")
-    else:
-        typer.echo("The target alone is fastest here.")
 
 
 class _FitRow(NamedTuple):

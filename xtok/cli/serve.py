@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from xtok.cli.console import OWN_TARGET, GuessOption, Models, StableOption, drafts_of, on_the_command_line, remembering
+from xtok.cli.console import GuessOption, Models, StableOption, on_the_command_line, remembering
 from xtok.errors import InvalidInputError, install
 
 
@@ -77,19 +77,18 @@ def serve(
     from xtok.cli.demo import SAMPLES
     from xtok.serving.engine import Engine
 
-    target, draft = models.guess_sources(draft)
-    name = "xtok-pair" if target == OWN_TARGET else Path(target).resolve().name if Path(target).exists() else target
+    target, named = models.source, models.pair.name if models.pair else ""
+    name = "xtok-pair" if named == "aozora" else Path(target).resolve().name if Path(target).exists() else target
     if memory is not None and not isfinite(memory * 1024**3):
         raise InvalidInputError(f"--memory is {memory}; give a finite number of GiB, such as 8, or leave it out for no limit.")
     size = None if memory is None else int(memory * 1024**3)
     asked = {one.kind: one.text for one in reversed(questions())}  # the first of each kind
-    chats = [asked[kind] for kind in ("science", "code", "writing", "extraction")]
-    shown = list(SAMPLES)[::-1] if target == OWN_TARGET else chats if models.named == "smollm2" else []
-    drafts = remembering(drafts_of(target, draft), remember)
+    shown = {"aozora": [*SAMPLES][::-1], "smollm2": [asked[kind] for kind in ("science", "code", "writing", "extraction")]}
+    drafts = remembering(models.guesser(draft), remember)
     parsers = Parsers(tool_call_parser, reasoning_parser)
     limits = Limits(max_tokens, default_max_tokens, max_body, max_seconds or None)
     run(
-        Service(name, limits, prompts=shown, logs_texts=log_texts, parsers=parsers),
+        Service(name, limits, prompts=shown.get(named, []), logs_texts=log_texts, parsers=parsers),
         lambda: XTokAssisted(target, drafts, stable=stable, **models.placed),
         lambda xt: Engine(xt, batch_size=batch_size, queue=queue, memory=size, prefix_cache=prefix_cache),
         host=host,

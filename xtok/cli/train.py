@@ -95,7 +95,7 @@ def train_heads(
     with _interruptible(out, out):
         texts = None if prompts_from is None else _lines(prompts_from)
         done = train_heads(
-            models.load_target(),
+            models.load()[0],
             out,
             texts,
             kind=kind,  # type: ignore[arg-type] # which is checked there
