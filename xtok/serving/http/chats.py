@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
+from functools import reduce
 from json import dumps, loads
 from typing import Any
 
@@ -9,24 +10,20 @@ from xtok.assisted import XTokAssisted
 from xtok.serving.http.protocol import Chat, Completion, RequestError
 
 Messages = list[dict[str, Any]]
+_SYSTEM = ("system", "developer")
 
 
 def other_forms(chat: Any) -> Iterator[Messages]:
     """Yield the chat, then its other forms that differ from it: each change alone, all together, and arguments as texts."""
     yield chat
     changes = _with_one_system, _with_objects, _with_single_calls, _without_reasoning
-    together: Messages = chat
-    for change in changes:
-        together = change(together)
+    together: Messages = reduce(lambda form, change: change(form), changes, chat)
     yield from (form for form in (*(change(chat) for change in changes), together, _with_texts(chat)) if form != chat)
 
 
 def _with_one_system(chat: Messages) -> Messages:
     """All system messages in one, at the beginning, for templates that take no other."""
-    parts: tuple[Messages, Messages] = [], []
-    for message in chat:
-        parts[message.get("role") not in ("system", "developer")].append(message)
-    system, rest = parts
+    system, rest = ([one for one in chat if (one.get("role") in _SYSTEM) is wanted] for wanted in (True, False))
     text = "\n\n".join(message["content"] for message in system)
     return [*([{"role": "system", "content": text}] if system else []), *rest]
 
@@ -52,20 +49,17 @@ def _with_texts(chat: Messages) -> Messages:
 
 def _with_single_calls(chat: Messages) -> Messages:
     """A message for each call, for templates that take one in a message (Llama 3.1's)."""
-    found = Messages()
-    for message in chat:
-        first, *others = message.get("tool_calls") or [None]
-        found.append(message if not others else {**message, "tool_calls": [first]})
-        found += [{"role": "assistant", "content": "", "tool_calls": [call]} for call in others]
-    return found
+    more = {"role": "assistant", "content": ""}
+    return [
+        {**(more if number else one), **({"tool_calls": [call]} if call else {})}
+        for one in chat
+        for number, call in enumerate(one.get("tool_calls") or [None])
+    ]
 
 
 def _without_reasoning(chat: Messages) -> Messages:
     """No reasoning in messages with calls, for templates that take it or content there, not both (gpt-oss')."""
-    return [
-        {name: value for name, value in message.items() if name != "reasoning_content" or "tool_calls" not in message}
-        for message in chat
-    ]
+    return [{name: one[name] for name in one if name != "reasoning_content" or "tool_calls" not in one} for one in chat]
 
 
 def _source(xt: XTokAssisted) -> str:
@@ -75,10 +69,13 @@ def _source(xt: XTokAssisted) -> str:
 
 def joined(content: Any, field: str) -> str:
     """A text; the parts of a list are joined. Raises `RequestError`."""
-    text = "".join(_part(part, field) for part in content) if isinstance(content, list) else content
-    if not isinstance(text, str):
-        raise RequestError("content must be a text, or a list of parts of text.", field)
-    return text
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    texts: list[Any] = [
+        part.get("text") if isinstance(part, dict) and str(part.get("type")).endswith("text") else None for part in parts
+    ]
+    if not all(isinstance(text, str) for text in texts):
+        raise RequestError('Only texts are supported, and lists of parts with text: {"type": "text", "text": "…"}.', field)
+    return "".join(texts)
 
 
 def messages_of(body: Chat, xt: XTokAssisted) -> Messages:
@@ -100,13 +97,6 @@ def _message(given: dict[str, Any], field: str, knows_developers: bool) -> dict[
             raise RequestError("tool_calls must be a list of calls of functions.", f"{field}.tool_calls")
         message["tool_calls"] = [_call(call, f"{field}.tool_calls.{index}") for index, call in enumerate(calls)]
     return message
-
-
-def _part(part: Any, field: str) -> str:
-    text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-    if not isinstance(text, str):
-        raise RequestError('Only text parts are supported: {"type": "text", "text": "…"}.', field)
-    return text
 
 
 def _call(call: Any, field: str) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 """Splits a text into reasoning, tool calls and content while it is generated, and ends the content at a stop string."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from json import JSONDecoder, dumps
 from math import inf
 from queue import SimpleQueue
@@ -26,7 +25,7 @@ _NAMED = re.compile(r"([\w.-]+)\s*(?:\[CALL_ID\]\w+\s*)?(?:\[ARGS\]\s*)?(?=\{)")
 """A name before the arguments, as newer models of Mistral write a call."""
 _PIECES = re.compile(r"[^<>\[\]{}|/]+|.", re.DOTALL)
 """Characters that are in marks alone, and what is between them."""
-_BETWEEN = re.compile(r"(?:[\s;,]|\[TOOL_CALLS\]|<\|python_tag\|>)*")
+_BETWEEN = re.compile(r"\A(?:[\s;,]|\[TOOL_CALLS\]|<\|python_tag\|>)*")
 
 
 class Part(NamedTuple):
@@ -57,6 +56,13 @@ class Written:
         return [part for part in self.parts if part.kind == "call"]
 
 
+def _joined(parts: Iterable[Part]) -> list[Part]:
+    written = Written()
+    for part in parts:
+        written.add(part)
+    return written.parts
+
+
 class Cut:
     """Ends a text before the first stop string in it. `held`: text that isn't returned yet, because it may begin a stop string;
     once one is `found`, that and the rest of its piece.
@@ -71,17 +77,13 @@ class Cut:
         """Add a piece of the text. Returns what can't be part of a stop string any more."""
         if self.found or not self._stops:
             return "" if self.found else piece
-        passed = ""
-        for position, character in enumerate(piece, start=1):
-            self.held += character
-            if complete := [len(stop) for stop in self._stops if self.held.endswith(stop)]:
-                self.found, kept = True, len(self.held) - max(complete)
-                return passed + self._pass(kept, piece[position:])
-            passed += self._pass(self._begins.search(self.held, partial=True).start())
-        return passed
+        self.held += piece
+        ends = [(self.held.index(stop) + len(stop), -len(stop)) for stop in self._stops if stop in self.held]
+        self.found = bool(ends)  # by that which is complete first, and of those by the longest
+        return self._pass(sum(min(ends)) if ends else self._begins.search(self.held, partial=True).start())
 
-    def _pass(self, kept: int, rest: str = "") -> str:
-        passed, self.held = self.held[:kept], self.held[kept:] + rest
+    def _pass(self, count: int) -> str:
+        passed, self.held = self.held[:count], self.held[count:]
         return passed
 
     def flush(self) -> str:
@@ -140,17 +142,18 @@ class Reader:
                 found += self._content(piece)
             else:
                 self._read.append(piece)
-                found += self._parsed(lambda piece=piece: self._parser.feed(piece))  # type: ignore[misc]
+                found += self._parsed(self._parser.feed, piece)
         return _joined(found)
 
     def end(self) -> list[Part]:
         """The parts that are left when the text has ended."""
-        found = self._parsed(lambda: self._parser.finalize()[1]) if self._parser is not None and not self.stopped else []
+        unread = self._parser is not None and not self.stopped
+        found = self._parsed(lambda: self._parser.finalize()[1]) if unread else []
         return _joined([*found, *self._flushed(), *self._spaced("", "content")])
 
-    def _parsed(self, parse: Callable[[], list[dict[str, Any]]]) -> list[Part]:
+    def _parsed(self, parse: Callable[..., list[dict[str, Any]]], *piece: str) -> list[Part]:
         try:
-            return [part for event in parse() for part in self._parts(event)]
+            return [part for event in parse(*piece) for part in self._parts(event)]
         except Exception:  # a tokenizer's own template can't parse it: from here on, it is text
             self._parser, text = None, "" if self._start is None else self._since_start()
             return [*self._content(text)]
@@ -216,14 +219,6 @@ class Reader:
         return "".join(self._read)[self._start :]
 
 
-def _joined(parts: Sequence[Part]) -> list[Part]:
-    found = list[Part]()
-    for kind, several in groupby(parts, lambda part: part.kind):
-        same = list(several)
-        found += same if kind == "call" else [Part(kind, "".join(part.text for part in same))]
-    return found
-
-
 def calls_of(value: Any) -> Iterator[tuple[str, str]]:
     """Yield the name of each call and its arguments in JSON, from what a response template parsed or a model wrote. Raises
     `AttributeError`, `KeyError`, `RecursionError`, `TypeError` or `ValueError` for anything else.
@@ -241,19 +236,14 @@ def calls_of(value: Any) -> Iterator[tuple[str, str]]:
 
 def _values(text: str) -> Iterator[Any]:
     """The JSON values of a text, one after another, those of lists one by one. Raises `ValueError`."""
-    position = _end_of(_BETWEEN, text, 0)
-    if position == len(text):
+    left = _BETWEEN.sub("", text, count=1)
+    if not left:
         raise ValueError("there is no call")
-    while position < len(text):
-        named = _NAMED.match(text, position)
-        value, end = JSONDecoder().raw_decode(text, named.end() if named else position)
+    while left:
+        named = _NAMED.match(left)
+        value, end = JSONDecoder().raw_decode(left, named.end() if named else 0)
         yield from [{"name": named[1], "arguments": value}] if named else value if isinstance(value, list) else [value]
-        position = _end_of(_BETWEEN, text, end)
-
-
-def _end_of(pattern: re.Pattern[str], text: str, position: int) -> int:
-    found = pattern.match(text, position)
-    return found.end() if found else position
+        left = _BETWEEN.sub("", left[end:], count=1)
 
 
 class Follower(StoppingCriteria):

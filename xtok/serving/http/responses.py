@@ -15,6 +15,7 @@ from fastapi.responses import Response
 from pydantic import AfterValidator, Field
 
 from xtok.serving.http.answers import Answer, answered
+from xtok.serving.http.chats import joined
 from xtok.serving.http.protocol import Chat, Common, Fields, FunctionName, Items, RequestError, Schema, StreamOptions, read
 from xtok.serving.http.reading import Part
 from xtok.serving.http.service import Service
@@ -143,31 +144,17 @@ def _message(item: dict[str, Any], field: str) -> dict[str, Any]:
     kind = item.get("type", "message")
     try:
         if kind == "message":
-            return {"role": item["role"], "content": _text(item["content"], field)}
+            return {"role": item["role"], "content": joined(item["content"], field)}
         if kind == "function_call":
             function = {"name": item["name"], "arguments": item["arguments"]}
             return {"role": "assistant", "tool_calls": [{"id": item["call_id"], "type": "function", "function": function}]}
         if kind == "function_call_output":
-            return {"role": "tool", "tool_call_id": item["call_id"], "content": _text(item["output"], field)}
+            return {"role": "tool", "tool_call_id": item["call_id"], "content": joined(item["output"], field)}
         if kind == "reasoning":
-            return {"role": "assistant", "reasoning_content": _text(item.get("content") or item.get("summary") or [], field)}
-    except (KeyError, TypeError) as error:
-        raise RequestError(f"{field} lacks {error}, or has a value of the wrong type.", field) from error
+            return {"role": "assistant", "reasoning_content": joined(item.get("content") or item.get("summary") or [], field)}
+    except KeyError as error:
+        raise RequestError(f"{field} lacks {error}.", field) from error
     raise RequestError(f"{field} has type {str(kind)[:40]!r}, which isn't supported: nothing is stored to refer to.", field)
-
-
-def _text(content: Any, field: str) -> str:
-    """A text; the text parts of a list are joined. Raises `RequestError`."""
-    parts = [content] if isinstance(content, str) else list(_texts(content))
-    if not all(isinstance(part, str) for part in parts):
-        raise RequestError(f'{field} has parts that aren\'t text; only text is supported: {{"type": "input_text"}}.', field)
-    return "".join(parts)
-
-
-def _texts(content: Any) -> Iterator[Any]:
-    for part in content:
-        known = isinstance(part, dict) and str(part.get("type", "")).endswith("text")
-        yield part.get("text") if known else None
 
 
 async def respond(service: Service, request: Request, body: Responses) -> Response:
