@@ -58,7 +58,7 @@ class _Step:
 
     `rows`: for each text with a proposal, how many ids it has in the forward pass. `is_pure`: whether that pass has no others.
     `batch`: the texts with a proposal; if it guesses, drafts took `drafting` seconds. `observed`: how many ids of each text
-    the step committed. `late`: texts whose observed ids are of several steps, or of a step without a proposal.
+    the step committed; None if the ids are of several steps, or of a step without a proposal.
     """
 
     rows: dict[DraftedText, int] = field(default_factory=dict)
@@ -67,8 +67,7 @@ class _Step:
     start: float = 0.0
     seconds: float | None = None
     is_pure: bool = True
-    observed: dict[DraftedText, int] = field(default_factory=dict)
-    late: set[DraftedText] = field(default_factory=set)
+    observed: dict[DraftedText, int | None] = field(default_factory=dict)
 
 
 class DraftEngine:
@@ -154,10 +153,9 @@ class DraftEngine:
         ids, step = _ids("ids", ids, self._vocabulary.size), self._step
         if step.seconds is None:
             step.seconds = perf_counter() - step.start
-        if not ids or text in step.observed or text not in step.rows:
-            step.is_pure = False
-            step.late.add(text)
-        step.observed[text] = len(ids)
+        is_whole = bool(ids) and text in step.rows and text not in step.observed
+        step.is_pure &= is_whole
+        step.observed[text] = len(ids) if is_whole else None
         text.ids += ids
         if step.batch.guesses:
             text.show()
@@ -204,16 +202,13 @@ class DraftEngine:
         guesses were right.
         """
         step, self._step = self._step, _Step(is_pure=False)
-        texts = [
-            text for text in step.observed if text not in step.late
-        ]  # the others were put off, have ended, or span several steps
-        if step.seconds is None or not texts:
-            return
         outcomes = [
-            text.session.outcome(step.rows[text]) if step.batch.guesses else Outcome(step.rows[text], step.observed[text])
-            for text in texts
+            text.session.outcome(step.rows[text]) if step.batch.guesses else Outcome(step.rows[text], count)
+            for text, count in step.observed.items()
+            if count is not None  # else it was put off, has ended, or spans several steps
         ]
-        self._policy.observe(outcomes, step.drafting + step.seconds, is_pure=step.is_pure)
+        if step.seconds is not None and outcomes:
+            self._policy.observe(outcomes, step.drafting + step.seconds, is_pure=step.is_pure)
 
     def _check(self, text: Any) -> None:
         if not (isinstance(text, DraftedText) and text in self._texts):

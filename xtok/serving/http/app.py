@@ -1,6 +1,6 @@
 """The server's routes: OpenAI's API over an engine, and the page."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -97,13 +97,11 @@ def _check_model(service: Service, name: str | None) -> None:
         raise RequestError(message, "model", status=404, code="model_not_found")
 
 
-def _add(
-    app: FastAPI, service: Service, path: str, parse: Callable[[bytes], Any], answer: Callable[..., Awaitable[Response]]
-) -> None:
+def _add(app: FastAPI, service: Service, path: str, parse: Callable[[bytes], Any], answer: Callable[..., Any]) -> None:
     """Adds a route. A body is parsed and checked, and then `answer` makes the response."""
 
     @app.post(path)
-    async def answered(request: Request) -> Response:
+    async def answered(request: Request) -> Any:
         service.ready()
         body = parse(await body_of(request, service.limits.body))
         _check_model(service, body.model)

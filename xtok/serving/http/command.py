@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from threading import Thread
 from time import sleep
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from sse_starlette.sse import AppStatus
@@ -69,14 +70,8 @@ def run(
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     AppStatus.enable_automatic_graceful_drain = False  # else streams would be cut off at once
     app = app_of(service, key=key, origins=origins)
-    config = uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        server_header=False,
-        timeout_graceful_shutdown=drain_seconds + _CLOSING,
-    )
+    quiet: dict[str, Any] = {"log_config": None, "access_log": False, "lifespan": "off", "server_header": False}
+    config = uvicorn.Config(app, **quiet, timeout_graceful_shutdown=drain_seconds + _CLOSING)
     server = _Server(config, service, drain_seconds)
 
     def begin() -> None:
@@ -92,7 +87,7 @@ def run(
             print(f"xtok: {service.name} is at {url}/v1\nxtok: its page is at {url}/", file=sys.stderr, flush=True)
 
     Thread(target=begin, name="xtok loading", daemon=True).start()
-    with _logging_to_stderr(), _outliving_sigterm(), suppress(KeyboardInterrupt):
+    with _in_a_process_of_its_own(), suppress(KeyboardInterrupt):
         server.run(sockets=[listening])
     if service.engine is not None:
         service.engine.close(cancel=True)
@@ -110,26 +105,19 @@ def listening_socket(host: str, port: int) -> socket.socket:
 
 
 @contextmanager
-def _logging_to_stderr() -> Iterator[None]:
-    """Log requests to stderr inside the block, as lines of JSON and nothing else."""
+def _in_a_process_of_its_own() -> Iterator[None]:
+    """Log requests to stderr inside the block, as lines of JSON and nothing else. Ignore SIGTERM, which uvicorn raises again
+    after it has stopped: the engine still has to be closed.
+    """
     logging.getLogger("uvicorn").addHandler(logging.NullHandler())  # it would report connections that it cut off itself
-    handler = logging.StreamHandler(sys.stderr)
-    level, LOG.propagate = LOG.level, False
+    handler, level, before = logging.StreamHandler(sys.stderr), LOG.level, signal.signal(signal.SIGTERM, lambda *_: None)
     LOG.addHandler(handler)
     LOG.setLevel(logging.INFO)
+    LOG.propagate = False
     try:
         yield
     finally:
         LOG.removeHandler(handler)
         LOG.setLevel(level)
         LOG.propagate = True
-
-
-@contextmanager
-def _outliving_sigterm() -> Iterator[None]:
-    """Ignore SIGTERM, which uvicorn raises again after it has stopped: the engine still has to be closed."""
-    before = signal.signal(signal.SIGTERM, lambda *_: None)
-    try:
-        yield
-    finally:
         signal.signal(signal.SIGTERM, before)

@@ -28,11 +28,6 @@ class CallFormat(NamedTuple):
     around: tuple[str, str] = ("", "")
     separator: str | None = None
 
-    @property
-    def is_marked(self) -> bool:
-        """Whether calls begin with a marker, which tells them from other JSON."""
-        return f"{self.around[0]}{self.call}".startswith(self.markers)
-
 
 _JSON = {"content": "text", "repeats": True}
 """Calls as JSON, which is parsed by `xtok.serving.http.reading`, so that what is malformed can be shown as text."""
@@ -75,10 +70,11 @@ class Parsers:
     reasoning: str = "auto"
 
     def __post_init__(self) -> None:
-        for option, name, known in (
-            ("--tool-call-parser", self.calls, CALL_FORMATS),
-            ("--reasoning-parser", self.reasoning, REASONING_FORMATS),
-        ):
+        options = (
+            ("--tool-call-parser", self.calls, [*CALL_FORMATS]),
+            ("--reasoning-parser", self.reasoning, [*REASONING_FORMATS]),
+        )
+        for option, name, known in options:
             if name not in ("auto", "none", *known):
                 raise InvalidInputError(f"{option} is {name!r}; give auto, none, {', '.join(known)}.")
 
@@ -112,15 +108,11 @@ class Format:
         """
         if self.own is not None:
             return prompt
-        return self.reasoning[0] if self.reasoning and self.opens_reasoning(prompt) else ""
+        return self.reasoning[0] if self.reasoning and self.mark(prompt) == self.reasoning[0] else ""
 
-    def opens_reasoning(self, prompt: str) -> bool:
-        """Whether the text that follows a prompt begins within reasoning."""
-        return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning[0])
-
-    def closes_reasoning(self, prompt: str) -> bool:
-        """Whether the prompt ended the reasoning already, as templates do to switch it off."""
-        return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning[1])
+    def mark(self, prompt: str) -> str | None:
+        """With which mark of reasoning the prompt ends: its text begins within it, or templates closed it to switch it off."""
+        return next((mark for mark in self.reasoning or () if prompt.rstrip().endswith(mark)), None)
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -164,7 +156,8 @@ def format_for(body: Chat, known: Format) -> Format:
     calls = known.calls if known.own is None else None
     if body.forced:
         return known if calls else replace(known, calls=FORCED, own=None)
-    if body.functions and body.has_format and not (calls and calls.is_marked):
+    is_marked = calls is not None and f"{calls.around[0]}{calls.call}".startswith(calls.markers)
+    if body.functions and body.has_format and not is_marked:
         raise RequestError(
             "This target's calls of tools can't be told from other JSON, so response_format can't be combined with tools. "
             'Leave one of them out, or set tool_choice to "none".',

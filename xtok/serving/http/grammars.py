@@ -32,7 +32,6 @@ bound `multipleOf` and long constants, a thread can't be stopped, and a long cha
 _TRIED = 8
 """How many ids are tried to see whether llguidance can follow a grammar."""
 _SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_THOUGHT = "thought: /(?s:.*)/"
 
 
 def matcher_for(body: Completion | Chat, known: Format, xt: XTokAssisted, ids: Sequence[int]) -> Any:
@@ -66,8 +65,7 @@ def matcher_for(body: Completion | Chat, known: Format, xt: XTokAssisted, ids: S
 def _format_schema(body: Completion | Chat) -> Any:
     """The JSON schema of a response format. Raises `RequestError` if it has none."""
     requested = body.response_format
-    assert requested is not None
-    if requested.type == "json_object":
+    if requested is None or requested.type == "json_object":
         return {"type": "object"}
     if requested.json_schema is None or requested.json_schema.schema_ is None:
         raise RequestError("response_format of type json_schema needs json_schema.schema.", "response_format")
@@ -85,11 +83,12 @@ def grammar_of(body: Completion | Chat, known: Format, prompt: str, added: Mappi
     if body.has_format:
         rules.append(f"format: %json {dumps(_format_schema(body))}")
         answers.append("format")
-    thought = ""
-    if known.reasoning is not None and not known.closes_reasoning(prompt):
-        opening, closing = known.reasoning
-        rules += _thought(closing, added)
-        thought = "reasoned" if known.opens_reasoning(prompt) else f"({_literal(opening, added)} reasoned)?"
+    opening, closing = known.reasoning or ("", "")
+    thought, mark = "", known.mark(prompt)
+    if known.reasoning is not None and mark != closing:
+        thought = "reasoned" if mark == opening else f"({_literal(opening, added)} reasoned)?"
+        end, suffix = (_literal(closing, added), "") if closing in added else ("", f"[suffix={dumps(closing)}]")
+        rules += [f"reasoned: thought {end} /\\s*/", f"thought{suffix}: /(?s:.*)/"]
     return "\n".join([f"start: {thought} ({' | '.join(answers)})", *rules])
 
 
@@ -111,12 +110,6 @@ def _call_rules(
 def _schema(function: Mapping[str, Any]) -> Any:
     """The schema of a function's arguments, which are written with the spaces that chat templates write."""
     return {"x-guidance": _SPACES, **(function.get("parameters") or {"type": "object"})}
-
-
-def _thought(closing: str, added: Mapping[str, int]) -> list[str]:
-    if closing in added:
-        return [f"reasoned: thought {_literal(closing, added)} /\\s*/", _THOUGHT]
-    return ["reasoned: thought /\\s*/", _THOUGHT.replace(":", f"[suffix={dumps(closing)}]:", 1)]
 
 
 def _literal(text: str, added: Mapping[str, int]) -> str:

@@ -53,9 +53,8 @@ def failure(context: RequestContext, error: Exception) -> RequestError:
     """The response to a text that failed. Clients see the error's type, and its message only if it is about their schema."""
     context.log["error"] = f"{type(error).__name__}: {error}"
     if isinstance(error, CancelledError):  # by the server: nobody reads what a client cancelled
-        return RequestError(
-            "The server is stopping, and ended the text.", status=503, kind="server_error", code="server_stopping"
-        )
+        message = "The server is stopping, and ended the text."
+        return RequestError(message, status=503, kind="server_error", code="server_stopping")
     if isinstance(error, GrammarError):
         return RequestError(f"The text can't follow the grammar of this request's format or tools any further: {error}")
     return RequestError(f"{type(error).__name__} ended the text. See the server's log.", status=500, kind="server_error")
@@ -102,16 +101,9 @@ def logged(app: ASGIApp) -> ASGIApp:
                 ticket.cancel()
             context.on_end()
             if not scope["path"].startswith(_UNLOGGED):
-                took = round(perf_counter() - context.start, 6)
+                context.log["seconds"] = round(perf_counter() - context.start, 6)
                 now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-                line = {
-                    "time": now,
-                    "request": context.id,
-                    "method": scope["method"],
-                    "path": scope["path"],
-                    **context.log,
-                    "seconds": took,
-                }
+                line = {"time": now, "request": context.id, "method": scope["method"], "path": scope["path"], **context.log}
                 LOG.info(json.dumps(line, ensure_ascii=True))
 
     return wrapped

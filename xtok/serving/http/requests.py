@@ -52,24 +52,20 @@ class Submission:
 def submissions_of(body: Completion | Chat, xt: XTokAssisted, limits: Limits, parsers: Parsers = AUTO) -> list[Submission]:
     """The sequences of a request: `n` for each prompt, in order, number i with `seed` + i. Raises `RequestError`."""
     known = format_for(body, format_of(xt.tokenizer, parsers)) if isinstance(body, Chat) else Format()
-    template, matcher = template_arguments(body, xt), None
-    predicted = "" if body.prediction is None else joined(body.prediction.content, "prediction")
-    same = _sampling(body)
+    template, same = template_arguments(body, xt), _sampling(body)
     if template:
         same["chat_template_kwargs"] = template
-    if predicted:  # prepared once for all sequences
-        same["prediction"] = Prediction(predicted)
+    if body.prediction is not None and (predicted := joined(body.prediction.content, "prediction")):
+        same["prediction"] = Prediction(predicted)  # prepared once for all sequences
     prompts, found = _prompts(body, xt), list[Submission]()
     _check_count(body, len(prompts))
     read = [_read(given, template, xt, body.field) for given in prompts]
     lengths_of = [_lengths(body, xt, len(prompt.ids), limits) for prompt in read]
-    echoes = dict[tuple[int, ...], Echo | None]()
+    matcher = matcher_for(body, known, xt, read[0].ids)
+    echoes = {tuple(prompt.ids): prompt for prompt in read} if isinstance(body, Completion) and body.echo else {}
+    echoed = {key: _echo(prompt, body.top, xt) for key, prompt in echoes.items()}
     for prompt, lengths in zip(read, lengths_of, strict=True):
-        ids = prompt.ids
-        matcher = matcher or matcher_for(body, known, xt, ids)
-        if (key := tuple(ids)) not in echoes:
-            echoes[key] = _echo(body, prompt, xt)
-        echo = echoes[key]
+        ids, echo = prompt.ids, echoed.get(tuple(prompt.ids))
         for number in range(body.n or 1):
             record = None if body.top is None else Record(body.top)
             arguments = {**same, **lengths, **_processors(body, xt, record, len(ids), matcher)}
@@ -82,13 +78,11 @@ def submissions_of(body: Completion | Chat, xt: XTokAssisted, limits: Limits, pa
     return found
 
 
-def _echo(body: Completion | Chat, prompt: KnownPrompt, xt: XTokAssisted) -> Echo | None:
-    if isinstance(body, Chat) or not body.echo:
-        return None
+def _echo(prompt: KnownPrompt, top: int | None, xt: XTokAssisted) -> Echo:
     read, decoder, picked, offset = SequenceText(xt.target.vocabulary.view, []), utf8_decoder(), list[Picked](), 0
-    picks = None if body.logprobs is None else prompt_picks(xt.model, prompt.ids, body.logprobs)
+    picks = [] if top is None else prompt_picks(xt.model, prompt.ids, top)
     text = prompt.prompt if isinstance(prompt.prompt, str) else read.view.to_bytes(prompt.ids).decode(errors="replace")
-    for one in picks or ():
+    for one in picks:
         read.append(one.id)
         picked.append(one._replace(offset=offset))
         name = "" if read.pieces[-1] else str(xt.tokenizer.convert_ids_to_tokens(one.id))
@@ -100,33 +94,28 @@ def _echo(body: Completion | Chat, prompt: KnownPrompt, xt: XTokAssisted) -> Ech
 def _read(prompt: Prompt, template: dict[str, Any], xt: XTokAssisted, field: str) -> KnownPrompt:
     """A prompt with its ids. A chat that the template refuses is tried in other forms. Raises `RequestError`."""
     _check_size(prompt, template, xt, field)
-    refusal: InvalidInputError | UnsupportedArgumentError | None = None
+    refusals = list[InvalidInputError | UnsupportedArgumentError]()
     for form in other_forms(prompt) if is_chat(prompt) else [prompt]:
         try:
             ids = prompt_ids(xt.tokenizer, form, None, template)
             check_ids(torch.tensor(ids, dtype=torch.int64, device="cpu"), traits(xt.model).ids_read)
             return KnownPrompt(form, ids)
         except (InvalidInputError, UnsupportedArgumentError) as error:  # noqa: PERF203 # others may be taken
-            refusal = refusal or error
-    assert refusal is not None
-    raise RequestError(str(refusal), field if isinstance(refusal, InvalidInputError) else "tools") from refusal
+            refusals.append(error)
+    raise RequestError(str(refusals[0]), field if isinstance(refusals[0], InvalidInputError) else "tools") from refusals[0]
 
 
 def _prompts(body: Completion | Chat, xt: XTokAssisted) -> list[Prompt]:
-    if isinstance(body, Chat):
-        return [messages_of(body, xt)]
-    given = body.prompt
-    prompts: list[Any] = list(given) if given and is_several(given) else [given]
-    return prompts
+    given: Any = [messages_of(body, xt)] if isinstance(body, Chat) else body.prompt
+    return list(given) if given and is_several(given) else [given]
 
 
 def _check_count(body: Completion | Chat, prompts: int) -> None:
     """Raises `RequestError` if a request asks for too many texts."""
     texts = prompts * (body.n or 1)
     if texts > MOST:
-        raise RequestError(
-            f"{prompts} prompts with {body.n or 1} texts each are more than {MOST}.", "n" if body.n else "prompt"
-        )
+        message = f"{prompts} prompts with {body.n or 1} texts each are more than {MOST}."
+        raise RequestError(message, "n" if body.n else "prompt")
     if body.return_trace and texts > 1:
         raise RequestError("return_trace is for one text. Give one prompt, and leave n out.", "return_trace")
 
@@ -152,10 +141,8 @@ def _sampling(body: Completion | Chat) -> dict[str, Any]:
         return {"do_sample": False}
     if body.temperature is not None and body.temperature < COLDEST:
         raise RequestError(f"temperature is {body.temperature}; give {COLDEST} or more, or 0 for greedy texts.", "temperature")
-    given = {"temperature": body.temperature, "top_p": body.top_p, "min_p": body.min_p}
-    if body.top_k is not None:
-        given["top_k"] = max(0, body.top_k)
-    return {"do_sample": True, **{name: value for name, value in given.items() if value is not None}}
+    given = body.model_dump(include={"temperature", "top_p", "min_p", "top_k"}, exclude_none=True)
+    return {"do_sample": True, **given, **({"top_k": 0} if body.top_k == -1 else {})}
 
 
 def _lengths(body: Completion | Chat, xt: XTokAssisted, read: int, limits: Limits) -> dict[str, Any]:

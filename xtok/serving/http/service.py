@@ -1,6 +1,5 @@
 """What a server serves: a model by its name, the engine that runs it, their state, and metrics for Prometheus."""
 
-from collections import Counter as Counts
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -30,29 +29,24 @@ class Metrics:
 
     def __init__(self, stats: Callable[[], EngineStats | None]) -> None:
         self.registry = CollectorRegistry()
-        self._gauge("num_requests_running", "Texts that are being generated.", lambda: getattr(stats(), "running", 0))
-        self._gauge("num_requests_waiting", "Texts that wait to be generated.", lambda: getattr(stats(), "waiting", 0))
-        self._gauge(
-            "cache_positions", "Positions of running texts in the target's KV cache.", lambda: getattr(stats(), "positions", 0)
-        )
+        for figure, name, help_text in (
+            ("running", "num_requests_running", "Texts that are being generated."),
+            ("waiting", "num_requests_waiting", "Texts that wait to be generated."),
+            ("positions", "cache_positions", "Positions of running texts in the target's KV cache."),
+        ):
+            gauge = Gauge(f"xtok_{name}", help_text, registry=self.registry)
+            gauge.set_function(lambda figure=figure: getattr(stats(), figure, 0))  # type: ignore[misc]
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
         self._queries = self._counter("prefix_cache_queries", "Tokens of prompts that were looked up in the prefix cache.")
         self._hits = self._counter("prefix_cache_hits", "Tokens of prompts that were found in the prefix cache.")
         self._generated = self._counter("generation_tokens", "New tokens.")
         self.ended = self._counter("request_success", "Texts by what ended them.", "finished_reason")
-        self.time_to_first_token = self._histogram(
-            "time_to_first_token_seconds", "Seconds from a request to its first text.", _LONG
-        )
+        self.time_to_first_token = self._histogram("time_to_first_token_seconds", "Seconds until the first text.", _LONG)
         self._each = self._histogram("request_time_per_output_token_seconds", "Seconds per token after the first.", _SHORT)
         self._whole = self._histogram("e2e_request_latency_seconds", "Seconds from a request to the end of its texts.", _LONG)
         self._drafts = self._counter("spec_decode_num_drafts", "Rounds in which a draft guessed.", "draft")
         self._guessed = self._counter("spec_decode_num_draft_tokens", "Tokens that a draft guessed.", "draft")
-        self._accepted = self._counter(
-            "spec_decode_num_accepted_tokens", "Tokens that a draft guessed and the target accepted.", "draft"
-        )
-
-    def _gauge(self, name: str, help_text: str, read: Callable[[], float]) -> None:
-        Gauge(f"xtok_{name}", help_text, registry=self.registry).set_function(read)
+        self._accepted = self._counter("spec_decode_num_accepted_tokens", "Guessed tokens that were accepted.", "draft")
 
     def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
         return Counter(f"xtok_{name}", help_text, labels, registry=self.registry)
@@ -66,15 +60,10 @@ class Metrics:
         self._hits.inc(text.stats.cached_tokens)
         self._generated.inc(len(text.token_ids))
         self.ended.labels(text.finish_reason).inc()
-        rounds, guessed, accepted = Counts[int | None](), Counts[int | None](), Counts[int | None]()
-        for one in text.rounds:
-            rounds.update(set(one.drafts))
-            guessed.update(one.drafts)
-            accepted.update(one.drafts[node] for node in one.right)
         for number, name in enumerate(text.drafts):
-            self._drafts.labels(name).inc(rounds[number])
-            self._guessed.labels(name).inc(guessed[number])
-            self._accepted.labels(name).inc(accepted[number])
+            self._drafts.labels(name).inc(sum(number in one.drafts for one in text.rounds))
+            self._guessed.labels(name).inc(sum(one.drafts.count(number) for one in text.rounds))
+            self._accepted.labels(name).inc(sum(one.drafts[node] == number for one in text.rounds for node in one.right))
 
     def answers(self, seconds: float, generating: float, tokens: int) -> None:
         """Count a request that was answered in so many seconds, `generating` of them after its first text."""
@@ -116,10 +105,10 @@ class Service:
 
     def ready(self) -> tuple[XTokAssisted, Engine]:
         """The instance and its engine. Raises `RequestError` if they can't generate."""
-        if self.state() != "ready" or self.xt is None or self.engine is None:
-            messages = {"loading": "The models are being loaded.", "broken": "The engine has ended. Start the server again."}
-            message = messages.get(self.state(), "")
-            raise RequestError(message, status=503, kind="server_error", code=self.state(), headers=LATER)
+        if (state := self.state()) != "ready" or self.xt is None or self.engine is None:
+            broken = "The engine has ended. Start the server again."
+            message = broken if state == "broken" else "The models are being loaded."
+            raise RequestError(message, status=503, kind="server_error", code=state, headers=LATER)
         return self.xt, self.engine
 
 
