@@ -85,28 +85,22 @@ class XTokProposer:
 
     def _followed(self, engine: DraftEngine, rows: Sequence[Any], sizes: Sequence[int]) -> list[DraftedText]:
         """The text of each row, with the ids that the row has now. Texts without a row are dropped before others are added."""
-        data = [row.tobytes() for row in rows]
-        widths = [size * row.itemsize for row, size in zip(rows, sizes, strict=True)]
-        found = [self._take(one[: len(one) - width]) for one, width in zip(data, widths, strict=True)]
-        # vLLM asks for no guesses while a request is near its maximum length: then a row has more new ids than this step's
-        found = [text or self._take_beginning(one) for text, one in zip(found, data, strict=True)]
+        found = [self._take(row[: len(row) - size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
         for text in (text for texts in self._known.values() for text in texts):
             engine.drop(text)
         self._known = {}
         followed = [self._text(engine, *one) for one in zip(found, rows, sizes, strict=True)]
-        for one, text in zip(data, followed, strict=True):
-            self._known.setdefault(one, []).append(text)
+        for row, text in zip(rows, followed, strict=True):
+            self._known.setdefault(row.tobytes(), []).append(text)
         return followed
 
     def _take(self, ids: bytes) -> DraftedText | None:
-        """Take a known text with exactly these ids, so that no other row gets it; None if there is none."""
-        texts = self._known.get(ids)
-        return texts.pop() if texts else None
-
-    def _take_beginning(self, ids: bytes) -> DraftedText | None:
-        """Take the longest known text that `ids` begin with, so that no other row gets it; None if there is none."""
+        """Take the known text with these ids, so that no other row gets it; else the longest that they begin with, since vLLM
+        asks for no guesses while a request is near its maximum length. None if there is none.
+        """
         beginnings = (known for known, texts in self._known.items() if texts and ids.startswith(known))
-        return self._take(max(beginnings, key=len, default=b""))
+        texts = self._known.get(ids) or self._known.get(max(beginnings, key=len, default=b""))
+        return texts.pop() if texts else None
 
     @staticmethod
     def _text(engine: DraftEngine, known: DraftedText | None, row: Any, size: int) -> DraftedText:

@@ -16,6 +16,8 @@ MOST = 128
 """How many texts a request may ask for."""
 STOPS = 16_384
 """How many characters the stop strings of a request may have in all: each character of a text is compared with them."""
+COLDEST = 1e-3
+"""The lowest temperature above 0: logits might overflow at a lower one."""
 _REMEDIES = {
     "max_new_tokens": "Use max_tokens instead.",
     "num_return_sequences": "Use n instead.",
@@ -167,7 +169,9 @@ class Body(Common):
     def faults(self) -> list[Fault]:
         """What may be wrong with the fields together."""
         size, unstreamed = sum(map(len, self.stops)), self.stream_options is not None and not self.stream
+        cold = f"temperature is {self.temperature}; give {COLDEST} or more, or 0 for greedy texts."
         return [
+            ("temperature", 0 < (self.temperature or 0) < COLDEST, cold),
             ("stream_options", unstreamed, "stream_options needs a stream. Leave it out, or set stream to true."),
             ("stop", size > STOPS, f"stop has {size} characters in all; this server allows {STOPS}."),
         ]

@@ -26,8 +26,6 @@ from xtok.serving.http.reading import Follower
 
 COMPLETION_TOKENS = 16
 """The default number of new tokens of a completion, as in OpenAI's API."""
-COLDEST = 1e-3
-"""The lowest temperature above 0."""
 
 
 class Echo(NamedTuple):
@@ -136,11 +134,9 @@ def _check_size(prompt: Prompt, template: dict[str, Any], xt: XTokAssisted, fiel
 
 
 def _sampling(body: Completion | Chat) -> dict[str, Any]:
-    """The sampling arguments; sampling is OpenAI's default. Raises `RequestError` if the temperature makes logits overflow."""
+    """The sampling arguments; sampling is OpenAI's default."""
     if body.temperature == 0:  # then top_k and the like leave the best id
         return {"do_sample": False}
-    if body.temperature is not None and body.temperature < COLDEST:
-        raise RequestError(f"temperature is {body.temperature}; give {COLDEST} or more, or 0 for greedy texts.", "temperature")
     given = body.model_dump(include={"temperature", "top_p", "min_p", "top_k"}, exclude_none=True)
     return {"do_sample": True, **given, **({"top_k": 0} if body.top_k == -1 else {})}
 
