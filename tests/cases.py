@@ -104,8 +104,8 @@ def raises_late(context: Context) -> list[int]:
 
 
 @cache
-def heads_file(target: Kind, dtype: torch.dtype, kind: str) -> Path:
-    """Untrained heads for a target: Medusa's, or sequential ones."""
+def heads_file(target: Kind, dtype: torch.dtype, kind: str, window: int = 8) -> Path:
+    """Untrained heads for a target: Medusa's, or sequential ones, whose guesses are as good as any."""
     model, tokens = model_of(target, dtype=dtype)
     known, path = described(model, token_bytes(tokens)), Path(mkdtemp()) / "heads"
     torch.manual_seed(0)
@@ -113,12 +113,12 @@ def heads_file(target: Kind, dtype: torch.dtype, kind: str) -> Path:
         save_heads(MedusaHeads(3, 32), known, path)
         return path
     ids, layers = torch.randperm(model.config.vocab_size)[:40].sort().values, (0, 1, -1)
-    config = sequential_config(len(ids), 32, 48, 2, 1, 8)
+    config = sequential_config(len(ids), 32, 48, 2, 1, window)
     made = SequentialHeads(config, len(layers), model.get_input_embeddings(), model.get_output_embeddings(), ids)
     for weight in made.parameters():
         if weight.dim() > 1:
             torch.nn.init.normal_(weight, std=0.3)
-    save_heads(made, replace(known, layers=layers, window=8), path)
+    save_heads(made, replace(known, layers=layers, window=window), path)
     return path
 
 

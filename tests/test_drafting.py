@@ -101,7 +101,7 @@ def proposed(
 
 
 NORMAL = sorted(set(FAMILIES) - {"WordPiece", "byte-level BPE with a prefix space"})
-NEIGHBOURS = {pair for step in (1, 3) for pair in zip(NORMAL, [*NORMAL[step:], *NORMAL[:step]], strict=True)}
+NEIGHBOURS = set(zip(NORMAL, [*NORMAL[3:], *NORMAL[:3]], strict=True))
 """Each of them with two others, as a target and as a draft."""
 
 
@@ -179,7 +179,7 @@ def shared(model: PreTrainedModel) -> Slot:
 
 
 @pytest.mark.parametrize("slot", [own, shared])
-@pytest.mark.parametrize("window", [1, 2, 3, 8])
+@pytest.mark.parametrize("window", [1, 3])
 def test_a_draft_whose_window_is_shorter_than_a_guess_guesses_less(
     window: int, slot: Callable[[PreTrainedModel], Slot]
 ) -> None:
@@ -193,7 +193,7 @@ def test_a_draft_whose_window_is_shorter_than_a_guess_guesses_less(
 
 
 @pytest.mark.parametrize("slot", [own, shared])
-@pytest.mark.parametrize("window", [2, 3, 8])
+@pytest.mark.parametrize("window", [2, 8])
 def test_a_sampling_draft_keeps_within_its_window_though_an_id_of_the_target_may_take_several_of_its_own(
     window: int, slot: Callable[[PreTrainedModel], Slot]
 ) -> None:
@@ -206,7 +206,7 @@ def test_a_sampling_draft_keeps_within_its_window_though_an_id_of_the_target_may
     longer = Projection(ids, torch.tensor(several)[torch.arange(len(ids)) % len(several)], torch.ones(len(ids)).double())
     candidates = Candidates(longer, made.vocabulary.size, keys, made.vocabulary.ends, END)
     drafter = ProjectedDrafter(made, reader, candidates, view, Meter(), LogitsProcessorList())
-    for seed in range(60):
-        data = TEXT[: 1 + seed // 6].encode() + "が".encode()[: seed % 3]
+    for seed in range(24):
+        data = TEXT[: 1 + seed // 3].encode() + "が".encode()[: seed % 3]
         drafter.propose(Context([5], data, 0, noise=noise(seed, 0, b"")), Budget(50, 1 + seed % 3, schedule="constant"))
         assert deepest(reader._slot) < window

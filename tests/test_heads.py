@@ -136,16 +136,6 @@ def test_what_is_learnt_is_what_is_guessed_later() -> None:
         assert torch.allclose(torch.stack(found).float(), learnt, atol=1e-4)
 
 
-def test_what_is_generated_does_not_depend_on_heads() -> None:
-    target = load(pair.TARGET, "target")
-    for budget, way in ((None, {"do_sample": False}), (TREE, {"do_sample": True, "temperature": 0.7, "seed": 5})):
-        asked: dict[str, Any] = {"max_new_tokens": 16, **way}
-        generation = XTokAssisted(target, HeadsDrafter(pair.HEADS), budget=budget).generate(PROMPTS[0], **asked)
-        assert generation.token_ids == XTokAssisted(target).generate(PROMPTS[0], **asked).token_ids
-        assert generation.stats.draft_error is None
-        assert budget is None or generation.stats.proposed
-
-
 @pytest.mark.parametrize("stable", [False, True])
 def test_hidden_states_are_those_after_which_the_last_id_was_picked(monkeypatch: pytest.MonkeyPatch, stable: bool) -> None:
     """With fixed shapes, that may be a carried token."""

@@ -23,7 +23,7 @@ from batches import BYTES, TEXTS, UNRELATED, WIDE
 from engines import cache_bytes
 from inside import caches_of, is_empty, memory_of
 from servers import CALLING_TOKENS as TOKENS
-from servers import CITY, Server, data_of, held_to, posted, serving, tools, wait_for
+from servers import Server, data_of, held_to, posted, serving, wait_for
 from worlds import CORPUS, fitting
 
 from xtok import Budget, Context, PromptLookup, Ticket, Tree, XTokAssisted, chain
@@ -43,8 +43,8 @@ MEMORY = 1 << 18
 """Bytes in which texts are remembered: fewer than all texts have."""
 WARM_UP = 3
 """Tenths of the visits, in which memories are filled. Nothing grows after them."""
-Answer = list[tuple[str, list[tuple[str, str]], str]]
-"""Of each text of an answer: what it says, which functions it calls with which arguments, and how it ended."""
+Answer = list[tuple[str, str]]
+"""Of each text of an answer: what it says, and how it ended."""
 
 
 class Treacherous:
@@ -94,8 +94,6 @@ ROW = {
     "additionalProperties": False,
 }
 HELD = [held_to(one) for one in (ROW, {"type": "array", "items": {"enum": ["猫", "犬と猿", 5]}, "minItems": 1, "maxItems": 4})]
-FUNCTIONS = tools(weather=CITY, look={"type": "object", "properties": {"far": {"type": "boolean"}}, "required": ["far"]})
-NAMED = {"type": "function", "function": {"name": "look"}}
 SETTINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0},
     {"temperature": 0, "repetition_penalty": 1.2},
@@ -114,7 +112,7 @@ class Truths:
     def of(self, asked: Asked) -> Answer:
         if asked not in self._known:
             given = {name: value for name, value in asked.asks.items() if name != "prediction"}
-            self._known[asked] = read_whole(asked.path, self._alone.ask(asked.path, **given).json())
+            self._known[asked] = read_whole(self._alone.ask(asked.path, **given).json())
         return self._known[asked]
 
 
@@ -127,7 +125,12 @@ def requests_with_answers(truths: Truths) -> list[Asked]:
         settings |= {} if number % 4 else {"max_tokens": 40, **draw.choice(HELD)}
         found.append(asking("completions", prompt=prompt, **settings))
     for number in range(20):
-        found += conversation(truths, number, draw)
+        messages: list[dict[str, Any]] = [{"role": "system", "content": SYSTEMS[number % 2]}]
+        for turn in range(4):
+            messages = [*messages, {"role": "user", "content": TEXTS[(number + turn) % len(TEXTS)]}]
+            settings = {"max_tokens": draw.randrange(1, 12), **draw.choice(SETTINGS)}
+            found.append(asking("chat/completions", messages=messages, **settings))
+            messages = [*messages, {"role": "assistant", "content": truths.of(found[-1])[0][0]}]
     for one in found[: len(found) // 4]:
         text = truths.of(one)[0][0]
         predicted = {"type": "content", "content": f"{text[: len(text) // 2]}月{text[len(text) // 2 :]}"}
@@ -135,41 +138,14 @@ def requests_with_answers(truths: Truths) -> list[Asked]:
     return found
 
 
-def conversation(truths: Truths, number: int, draw: random.Random) -> list[Asked]:
-    """The turns of a chat, each with all before it."""
-    messages: list[dict[str, Any]] = [{"role": "system", "content": SYSTEMS[number % 2]}]
-    turns = list[Asked]()
-    for turn in range(4):
-        messages.append({"role": "user", "content": TEXTS[(number + turn) % len(TEXTS)]})
-        settings: dict[str, Any] = {"max_tokens": draw.randrange(1, 12), **draw.choice(SETTINGS)}
-        if number % 3 == 2:
-            settings["max_output_tokens"] = settings.pop("max_tokens")
-            turns.append(asking("responses", input=messages, **settings))
-        else:
-            if turn == 1 and number % 2:
-                settings |= {"max_tokens": 60, "tools": FUNCTIONS, "tool_choice": draw.choice(["required", NAMED])}
-            elif turn == 2 and number % 2:
-                settings |= {"max_tokens": 40, **draw.choice(HELD)}
-            turns.append(asking("chat/completions", messages=messages, **settings))
-        messages = [*messages, {"role": "assistant", "content": truths.of(turns[-1])[0][0]}]
-    return turns
-
-
-CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
 NONSENSE: list[tuple[str, Any]] = [
     ("completions", {"prompt": "a", "model": "another"}),
-    *((path, body) for path in ("completions", "chat/completions", "responses") for body in (b"", b"{", b"\xff\x00")),
+    *((path, body) for path in ("completions", "chat/completions", "responses") for body in (b"{", b"\xff\x00")),
     ("completions", b"[" * 20_000),
-    ("completions", b'{"prompt":' + b'{"a":' * 3000),
-    ("completions", {"prompt": [-1, 10**9]}),
     ("completions", {"prompt": "a", "n": 1000}),
     ("completions", {"prompt": "あ" * 9_000}),
-    ("completions", {"prompt": "a", **held_to({"type": "x"})}),
     ("completions", {"prompt": "a" * LIMITS.body * 9}),
     ("chat/completions", {"messages": [5]}),
-    ("chat/completions", {**CHAT, "tool_choice": "required"}),
-    ("chat/completions", {**CHAT, "chat_template_kwargs": {"padding": "max_length", "max_length": 10**6}}),
-    ("responses", {"input": [{"type": "item_reference", "id": "a"}]}),
 ]
 """What is refused: a path and a body."""
 NO_HTTP = b"\x16\x03\x01\x02\x00", b"GET / HTTP/9\r\n\r\n", b"\xff" * 5000, b"\r\n\r\n"
@@ -178,38 +154,20 @@ NO_HTTP = b"\x16\x03\x01\x02\x00", b"GET / HTTP/9\r\n\r\n", b"\xff" * 5000, b"\r
 # how it is answered
 
 
-def read_whole(path: str, body: dict[str, Any]) -> Answer:
-    if path == "responses":
-        assert body["status"] in ("completed", "incomplete"), body
-        texts = [item["content"][0]["text"] for item in body["output"] if item["type"] == "message"]
-        return [("".join(texts), [], body["status"])]
-    found: Answer = []
-    for choice in body["choices"]:
-        message = choice.get("message") or {"content": choice["text"]}
-        calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()]
-        found.append((message["content"] or "", calls, choice["finish_reason"]))
-    return found
+def read_whole(body: dict[str, Any]) -> Answer:
+    return [((one.get("message") or {"content": one["text"]})["content"], one["finish_reason"]) for one in body["choices"]]
 
 
-def read_stream(path: str, data: str) -> Answer:
+def read_stream(data: str) -> Answer:
     """A stream's answer, put together from its events."""
-    lines = data_of(data)
-    events = [json.loads(line) for line in lines if line != "[DONE]"]
-    assert not any("error" in event for event in events), events[-1]
-    if path == "responses":
-        return read_whole(path, events[-1]["response"])
-    assert lines[-1] == "[DONE]"
-    written = dict[int, tuple[list[str], dict[int, tuple[str, str]], list[str]]]()
-    for choice in (choice for event in events for choice in event["choices"]):
-        said, called, ends = written.setdefault(choice["index"], ([], {}, []))
-        delta = choice.get("delta") or {"content": choice.get("text")}
-        said.append(delta.get("content") or "")
-        for call in delta.get("tool_calls") or ():
-            name, arguments = called.get(call["index"], ("", ""))
-            function = call["function"]
-            called[call["index"]] = name + (function.get("name") or ""), arguments + (function.get("arguments") or "")
+    *events, last = data_of(data)
+    assert last == "[DONE]"
+    written = dict[int, tuple[list[str], list[str]]]()
+    for choice in (choice for event in events for choice in json.loads(event)["choices"]):
+        said, ends = written.setdefault(choice["index"], ([], []))
+        said.append((choice.get("delta") or {"content": choice.get("text")}).get("content") or "")
         ends += [choice["finish_reason"]] if choice["finish_reason"] else []
-    return [("".join(said), [*called.values()], *ends) for _, (said, called, ends) in sorted(written.items())]
+    return [("".join(said), *ends) for _, (said, ends) in sorted(written.items())]
 
 
 # how a client behaves
@@ -250,12 +208,12 @@ class Client:
     async def waits(self, asked: Asked) -> None:
         answer = await self.post(asked.path, asked.sent())
         assert answer.status_code == 200, (asked, answer.text)
-        self.finished.append((asked, read_whole(asked.path, answer.json())))
+        self.finished.append((asked, read_whole(answer.json())))
 
     async def streams(self, asked: Asked) -> None:
         answer = await self.post(asked.path, asked.sent(stream=True))
         assert answer.status_code == 200, (asked, answer.text)
-        self.finished.append((asked, read_stream(asked.path, answer.text)))
+        self.finished.append((asked, read_stream(answer.text)))
 
     async def hangs_up(self, asked: Asked) -> None:
         """Before the first piece, or after it."""

@@ -22,7 +22,7 @@ from xtok import (
     train_heads,
     tune_draft,
 )
-from xtok.errors import InvalidInputError, XTokError
+from xtok.errors import XTokError
 from xtok.models.cache import CACHE
 from xtok.pair import HEADS
 from xtok.serving.vllm import XTokProposer
@@ -188,24 +188,3 @@ def is_clear(error: ValueError) -> bool:
 
 def test_there_are_hundreds_of_such_cases() -> None:
     assert sum(len(VALUES) - len(TABLE[name][2][argument].split()) for name, argument in CASES) > 500
-
-
-PINNED: dict[str, tuple[Callable[[], Any], str]] = {
-    "drafts that are no list": (
-        lambda: XT.with_drafts(5),
-        r"names is 5; the drafts are \['GPTNeoXForCausalLM', .* Give a list",
-    ),  # type: ignore[arg-type]
-    "texts that are no list": (lambda: DRAFTING.propose(None, 4), r"texts is None; give a list of texts that add returned"),  # type: ignore[arg-type]
-    "several texts as one": (lambda: train_heads(PAIR, "heads", "a text"), r"prompts is 'a text'; give a list of texts"),
-    "what transformers stumbles over": (
-        lambda: XT.generate(**SHORT, watermarking_config=[5]),
-        r"transformers can't use one of .*watermarking_config \(AttributeError: .*\)\. Give each what its documentation",
-    ),
-}
-
-
-@pytest.mark.parametrize("fault", PINNED)
-def test_refusals_name_the_value_and_the_remedy(fault: str) -> None:
-    call, message = PINNED[fault]
-    with pytest.raises(InvalidInputError, match=message):
-        call()

@@ -1,18 +1,18 @@
 """Long and odd inputs: the ids stay those of the target alone, and guesses keep coming."""
 
 from copy import deepcopy
+from itertools import cycle
 from typing import Any
 
 import pytest
 import torch
 from front_door import forwards
-from transformers import AutoModelForCausalLM, DynamicCache, OPTConfig
-from worlds import CHAIN, CORPUS, alone, deep, fitting, in_turns, mostly_deep, tokenizer
+from transformers import AutoModelForCausalLM, OPTConfig
+from worlds import CHAIN, CORPUS, alone, fitting, tokenizer
 
 from xtok import Budget, Engine, PromptLookup, XTokAssisted
 from xtok.align.tokenbytes import token_bytes
 from xtok.errors import InvalidInputError
-from xtok.models.cache import CACHE
 
 GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "max_new_tokens": 10}
 TEMPLATE = "{% for m in messages %}<s>{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}<s>assistant:"
@@ -34,14 +34,9 @@ DRAFTS: dict[str, Any] = {
 CHAINS, TREES = CHAIN, Budget(4, width=3, schedule="constant")
 
 
-def each_in_turns(*values: Any) -> list[Any]:
-    """Each value with a draft; in the deep tests, with all drafts."""
-    return in_turns(["other ids", "no bytes"], values) + deep(*(("the target's ids", value) for value in values))
-
-
-@pytest.fixture(params=["other ids", *deep("the target's ids"), "no bytes"])
-def draft(request: pytest.FixtureRequest) -> Any:
-    return DRAFTS[request.param]
+def each_in_turns(*values: Any) -> list[tuple[Any, Any]]:
+    """Each value with one of the drafts."""
+    return list(zip(cycle(DRAFTS.values()), values))
 
 
 def check(xt: XTokAssisted, prompt: Any, ids: list[int], **arguments: Any) -> None:
@@ -71,10 +66,7 @@ def check_by_ids(xt: XTokAssisted, model: Any, ids: list[list[int]], **arguments
 
 @pytest.mark.parametrize(
     ("tokens", "architecture", "budget"),
-    mostly_deep(
-        [(tokens, name, budget) for tokens in (SPOKEN, BYTES) for name in ("GPT2", "Mistral") for budget in (CHAINS, TREES)],
-        [(SPOKEN, "GPT2", TREES), (BYTES, "Mistral", CHAINS), (BYTES, "GPT2", TREES)],
-    ),
+    [(SPOKEN, "GPT2", TREES), (BYTES, "Mistral", CHAINS), (BYTES, "GPT2", TREES)],
 )
 def test_guesses_keep_coming_far_beyond_the_drafts_window(budget: Budget, architecture: str, tokens: Any) -> None:
     """GPT-2 has learned its positions, and no others."""
@@ -113,12 +105,11 @@ def test_a_text_ends_with_the_targets_last_position(architecture: str) -> None:
         assert len(engine.submit([7] * 5, **longer).result().token_ids) == 36
 
 
-@pytest.mark.parametrize("thousands", [8, *deep(32)])
-def test_a_prompt_of_many_tokens(thousands: int) -> None:
-    target = fitting(BYTES, "Llama", 0, dtype=torch.float32, window=40_000)
-    prompt = "".join(CORPUS) * round(4.22 * thousands)
+def test_a_prompt_of_many_tokens() -> None:
+    target = fitting(BYTES, "Llama", 0, dtype=torch.float32, window=10_000)
+    prompt = "".join(CORPUS) * 34
     ids = BYTES(prompt).input_ids
-    assert 1000 * thousands < len(ids) < 1250 * thousands
+    assert 8_000 < len(ids) < 10_000
     expected = alone(target, ids, **GREEDY)
     xt = XTokAssisted((target, BYTES), [DRAFTS["other ids"], PromptLookup()], budget=TREES)
     generation = xt.generate(prompt, **GREEDY)
@@ -129,21 +120,20 @@ def test_a_prompt_of_many_tokens(thousands: int) -> None:
     assert any(one.proposed for one in generation.rounds[-4:])
 
 
-@pytest.mark.parametrize(("draft", "prompt"), each_in_turns("", "a", "</s>", "<s><s></s><unk></s>" * 9), indirect=["draft"])
+@pytest.mark.parametrize(("draft", "prompt"), each_in_turns("", "a", "</s>", "<s><s></s><unk></s>" * 9))
 def test_prompts_of_nothing_of_one_token_and_of_control_tokens(draft: Any, prompt: str) -> None:
     target, tokens = (BY_BYTES, BYTES) if len(prompt) > 1 else (TARGET, SPOKEN)
     check(XTokAssisted((target, tokens), [draft], budget=TREES), prompt, tokens(prompt).input_ids or [tokens.bos_token_id])
 
 
-@pytest.mark.parametrize(("draft", "ids"), each_in_turns([1], [2], [5], [1, 0, 2, 1, 2]), indirect=["draft"])
+@pytest.mark.parametrize(("draft", "ids"), each_in_turns([1], [2], [5], [1, 0, 2, 1, 2]))
 def test_ids_of_one_token_and_of_control_tokens(draft: Any, ids: list[int]) -> None:
     check_by_ids(XTokAssisted((BY_BYTES, BYTES), [draft], budget=CHAINS), draft[0], [ids])
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize(("draft", "text"), each_in_turns("", "吾輩は"), indirect=["draft"])
-def test_ids_that_end_in_half_a_character(draft: Any, text: str, size: int) -> None:
-    view = token_bytes(BYTES)
+@pytest.mark.parametrize(("draft", "case"), each_in_turns(("", 1), ("吾輩は", 2), ("", 3)))
+def test_ids_that_end_in_half_a_character(draft: Any, case: tuple[str, int]) -> None:
+    (text, size), view = case, token_bytes(BYTES)
     half = [view.ids_of_bytes(bytes([byte]))[0] for byte in "🍣".encode()[:size]]
     ids = [*BYTES(text).input_ids, *half]
     with pytest.raises(UnicodeDecodeError):
@@ -151,7 +141,8 @@ def test_ids_that_end_in_half_a_character(draft: Any, text: str, size: int) -> N
     check_by_ids(XTokAssisted((BY_BYTES, BYTES), [draft], budget=TREES if text else CHAINS), draft[0], [ids])
 
 
-def test_left_padded_rows_of_one_token_and_of_more_than_the_drafts_window(draft: Any) -> None:
+def test_left_padded_rows_of_one_token_and_of_more_than_the_drafts_window() -> None:
+    draft = DRAFTS["other ids"]
     small = fitting(draft[1], "GPT2", 2, window=16)
     texts = ["".join(CORPUS[:2]), "吾輩は", "。"]
     rows = [SPOKEN(text).input_ids for text in texts] + [[5]]
@@ -161,22 +152,7 @@ def test_left_padded_rows_of_one_token_and_of_more_than_the_drafts_window(draft:
         check_by_ids(XTokAssisted((TARGET, SPOKEN), [(model, draft[1])], budget=budget), model, padded)
 
 
-@pytest.mark.parametrize(("draft", "held"), each_in_turns(1, 5, -1), indirect=["draft"])
-def test_a_prefilled_cache(draft: Any, held: int) -> None:
-    prompt = "吾輩は猫である。名前は"
-    ids = SPOKEN(prompt).input_ids
-    expected = alone(TARGET, ids, **GREEDY)
-    xt = XTokAssisted((TARGET, SPOKEN), [draft], budget=TREES)
-    cache = DynamicCache(config=TARGET.config)
-    with torch.no_grad():
-        TARGET(torch.tensor([ids[:held]]), **{CACHE: cache})
-    generation = xt.generate(prompt, **{CACHE: cache}, **GREEDY)
-    assert generation.token_ids == expected
-    assert generation.stats.draft_error is None
-    assert generation.stats.proposed > 0
-
-
-@pytest.mark.parametrize(("draft", "templates"), each_in_turns("target", "both"), indirect=["draft"])
+@pytest.mark.parametrize(("draft", "templates"), each_in_turns("target", "both"))
 def test_a_chat_whose_messages_look_like_control_tokens(draft: Any, templates: str) -> None:
     tokens, draft_tokens = deepcopy(SPOKEN), deepcopy(draft[1])
     tokens.chat_template = TEMPLATE
@@ -185,11 +161,8 @@ def test_a_chat_whose_messages_look_like_control_tokens(draft: Any, templates: s
     check(XTokAssisted((TARGET, tokens), [(draft[0], draft_tokens)], budget=TREES), CHAT, ids)
 
 
-@pytest.mark.parametrize(("draft", "split"), each_in_turns(None, True), indirect=["draft"])
-@pytest.mark.parametrize(
-    "prompt", ["前</s>後", "<0x41><0x", "▁▁ ▁##a ##", *deep("<s>[INST] <|im_start|>user</s>", "</s", "\ufffd\ufffd")]
-)
-def test_texts_that_look_like_control_tokens(draft: Any, prompt: str, split: bool | None) -> None:
-    splits = {} if split is None else {"split_special_tokens": split}
+@pytest.mark.parametrize(("draft", "split"), each_in_turns(None, True))
+def test_texts_that_look_like_control_tokens(draft: Any, split: bool | None) -> None:
+    splits, prompt = {} if split is None else {"split_special_tokens": split}, "前</s>後 <0x41><0x ▁▁ ▁##a ##<|im_start|>"
     target, tokens = (TARGET, SPOKEN) if split else (BY_BYTES, BYTES)
     check(XTokAssisted((target, tokens), [draft], budget=TREES), prompt, tokens(prompt, **splits).input_ids, **splits)

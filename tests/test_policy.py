@@ -56,11 +56,17 @@ def played(engine: Engine, guessers: list[Guesser], *, rounds: int = 600, texts:
 
 
 @pytest.mark.parametrize(
-    ("engine", "drafts"),
-    [*CASES, *(pytest.param(*one, marks=pytest.mark.deep) for one in [*product(ENGINES, DRAFTS)][::3])],
+    ("engine", "drafts", "texts"),
+    [
+        *((*one, 1) for one in CASES),
+        *(("rows cost 3%", *one) for one in (("cheap", 2), ("useless", 2))),
+        *deep(*((*one, 1) for one in [*product(ENGINES, DRAFTS)][::3])),
+        *deep(*(("rows cost 3%", *one) for one in (("cheap", 4), ("useless", 8), ("cheap", 16), ("useless", 32)))),
+    ],
 )
-def test_the_policy_is_as_fast_as_the_best_fixed_budget(engine: str, drafts: str) -> None:
-    assert played(ENGINES[engine], DRAFTS[drafts]) > 0.91  # most have 0.97; an expensive draft before a jump has 0.92
+def test_the_policy_is_as_fast_as_the_best_fixed_budget(engine: str, drafts: str, texts: int) -> None:
+    found = played(ENGINES[engine], DRAFTS[drafts], texts=texts, rounds=600 if texts == 1 else 400)
+    assert found > (0.91 if texts == 1 else 0.92)  # most have 0.97; an expensive draft before a jump has 0.92
 
 
 def test_one_of_two_drafts_that_cost_and_guess_the_same_is_kept() -> None:
@@ -68,13 +74,6 @@ def test_one_of_two_drafts_that_cost_and_guess_the_same_is_kept() -> None:
     twins = [Guesser(forward=0.1, sure=0.0), Guesser(forward=0.1, sure=0.0)]
     run = simulated(World(LINE, twins), 192, Budget(), twins)
     assert speed(run[64:]) > 0.93 * speed(simulated(World(LINE, twins), 192, Budget(), twins[:1])[64:])
-
-
-@pytest.mark.parametrize(
-    ("texts", "drafts"), [(2, "cheap"), (2, "useless"), *deep((4, "cheap"), (8, "useless"), (16, "cheap"), (32, "useless"))]
-)
-def test_the_policy_is_as_fast_as_the_best_fixed_budget_for_batches(texts: int, drafts: str) -> None:
-    assert played(ENGINES["rows cost 3%"], DRAFTS[drafts], texts=texts, rounds=400) > 0.92
 
 
 @pytest.mark.parametrize(
@@ -95,12 +94,11 @@ def test_a_useless_draft_costs_next_to_nothing(forward: float, seed: int) -> Non
     assert speed(simulated(World(LINE, [useless]), 1000, Budget(), [useless])) > 0.97
 
 
-@pytest.mark.parametrize("engine", [LINE, *deep(*(one for one in ENGINES.values() if one is not LINE))])
-def test_a_machine_that_changes_its_speed_and_has_hiccups_misleads_nobody(engine: Engine) -> None:
+def test_a_machine_that_changes_its_speed_and_has_hiccups_misleads_nobody() -> None:
     clock = Clock(slowness=lambda time: 1.5 if int(time / 200) % 2 else 1.0, hiccups=0.005)
-    assert played(engine, [CHEAP], clock=clock) > 0.93
+    assert played(LINE, [CHEAP], clock=clock) > 0.93
     busy = Clock(slowness=lambda time: 3.0 if time < 6 else 1.0)
-    assert played(engine, [CHEAP], clock=busy) > 0.93
+    assert played(LINE, [CHEAP], clock=busy) > 0.93
 
 
 def test_a_cheap_and_good_draft_is_used_the_more_the_more_expensive_the_target_is() -> None:
@@ -187,7 +185,7 @@ def test_hiccups_do_not_mislead_a_batch_that_guesses_with_heads() -> None:
     0.97.
     """
     engine, found = Engine(row=0.006, guess=0.08), list[float]()
-    for seed in range(4):
+    for seed in range(2):
         guessers = [
             Guesser(0.08, 0.0008, 0.012, sure=0.6, seed=seed),
             Guesser(rest=0.0015, sure=0.1, worth=lambda _: 0.4, is_model=False, seed=seed + 1000),
@@ -197,7 +195,7 @@ def test_hiccups_do_not_mislead_a_batch_that_guesses_with_heads() -> None:
         fixed = speed(simulated(World(engine, guessers), 60, best, guessers[:1], texts=16))
         clock = Clock(random=Random(seed), hiccups=0.02)
         found.append(speed(simulated(World(engine, guessers, clock), 192, Budget(), guessers, texts=16)) / fixed)
-    assert min(found) > 0.94 and sum(found) / 4 > 0.96
+    assert min(found) > 0.94 and sum(found) / 2 > 0.96
 
 
 @pytest.mark.parametrize(
@@ -337,46 +335,31 @@ def test_a_forward_pass_never_takes_less_than_nothing_nor_less_for_more_rows(
     assert 0 <= latency.at(rows) <= latency.at(rows + 1) + 1e-12
 
 
-def test_a_latency_model_finds_a_jump() -> None:
+JUMP = [(rows, 0.04 + 0.02 * (rows > 8)) for rows in (1, 5, 8, 9, 12, 17, 33)] * 10
+MEASURED: dict[str, tuple[list[tuple[int, float]], int, float, float]] = {
+    "before a jump": (JUMP, 6, 0.04, 0.042),
+    "after a jump": (JUMP, 12, 0.055, 0.06),
+    "guessing at all costs more than a row": ([(1, 1.0), (2, 1.5)], 4, 1.5 + 2 * ROW, 1.5 + 2 * ROW),
+    # found by review: a first forward of so many rows that took long kept guesses from being made ever after
+    "a hiccup at first": ([(1, 1.0), (28, 12.0), *[(1, 1.0), (28, 1.05)] * 8], 28, 1.0, 1.3),
+    "two hiccups at first": ([(1, 12.0), (28, 12.0), *[(1, 1.0), (28, 1.05)] * 8], 28, 1.0, 1.3),
+    "a hiccup in a second measurement": ([(5, 1.5), (5, 15.0), (5, 1.5)], 5, 1.5, 1.8),
+    "rows that are expensive, and others in between": ([(1, 1.0), (8, 3.5)] * 3, 8, 3.5, 3.5),
+    # found in review: measurements count as at most a multiple of the mean so far, which was 0 for ever
+    "no time at first": ([(1, 0.0), *[(1, 5.0)] * 20], 1, 5.0, 5.0),
+    # found by benchmark: 16 chats had forward passes of 40 rows each, since 8 had seemed to take no longer than 4
+    "rows beyond two measurements that were alike": ([(1, 1.0), (2, 1.2), (4, 2.0), (8, 2.0)], 40, 2 + 25.6 / 6, 2 + 25.6 / 6),
+}
+"""What was measured of some rows, and between what the seconds of others are."""
+
+
+@pytest.mark.parametrize("case", MEASURED)
+def test_a_latency_model_predicts_what_was_measured_and_soon_forgets_hiccups(case: str) -> None:
+    measured, rows, least, most = MEASURED[case]
     latency = Latency()
-    for rows in (1, 5, 8, 9, 12, 17, 33) * 10:
-        latency.add(rows, 0.04 + 0.02 * (rows > 8))
-    assert latency.at(6) < 0.042
-    assert latency.at(12) > 0.055
-
-
-def test_the_cost_of_guessing_at_all_is_not_taken_for_that_of_a_row() -> None:
-    latency = Latency()
-    latency.add(1, 1.0)
-    latency.add(2, 1.5)
-    assert latency.at(4) == pytest.approx(1.5 + 2 * ROW)
-
-
-@pytest.mark.parametrize("first", [1.0, 12.0])
-def test_a_hiccup_in_a_first_measurement_is_soon_forgotten(first: float) -> None:
-    """Found by review: a first forward of so many rows that took long kept guesses from being made ever after."""
-    latency, random = Latency(), Random(0)
-    latency.add(1, first)
-    latency.add(28, 12.0)
-    for _ in range(8):
-        latency.add(1, 1.0)
-        latency.add(28, 1.0 + random.random() / 10)
-    assert latency.at(28) < 1.3 * latency.at(1)
-
-
-def test_a_hiccup_in_a_second_measurement_does_not_count() -> None:
-    latency = Latency()
-    for seconds in (1.5, 15.0, 1.5):
-        latency.add(5, seconds)
-    assert latency.at(5) < 1.2 * 1.5
-
-
-def test_a_number_of_rows_that_is_expensive_is_believed_soon_if_others_are_measured_in_between() -> None:
-    latency = Latency()
-    for _ in range(3):
-        latency.add(1, 1.0)
-        latency.add(8, 3.5)
-    assert latency.at(8) == pytest.approx(3.5)
+    for some, seconds in measured:
+        latency.add(some, seconds)
+    assert least * (1 - 1e-9) <= latency.at(rows) <= most * (1 + 1e-9)
 
 
 def test_drafts_that_do_not_pay_cost_little_in_all_however_many_there_are() -> None:
@@ -390,14 +373,6 @@ def test_drafts_that_do_not_pay_cost_little_in_all_however_many_there_are() -> N
 def test_fixed_budgets_of_the_simulator_are_what_they_say() -> None:
     run = simulated(World(FREE, [CHEAP]), 20, FIXED[0], [CHEAP])
     assert all(work == pytest.approx(1.0 + 2 * 0.05 + 0.01) for _, work in run)
-
-
-def test_a_first_measurement_of_no_time_is_not_kept() -> None:
-    """Found in review: measurements count as at most a multiple of the mean so far, which was 0 for ever."""
-    latency = Latency()
-    for seconds in (0.0, *[5.0] * 20):
-        latency.add(1, seconds)
-    assert latency.at(1) == pytest.approx(5)
 
 
 def test_a_paused_draft_is_tried_again_and_what_gains_stays() -> None:
@@ -421,14 +396,6 @@ def test_a_paused_draft_is_tried_again_and_what_gains_stays() -> None:
     for _ in range(9):
         draft.judge(-0.5)
         assert not draft.wait, "what gained for long may lose for a while"
-
-
-def test_rows_beyond_what_was_measured_are_not_free_because_two_measurements_were_alike() -> None:
-    """Found by benchmark: 16 chats had forward passes of 40 rows each, since 8 had seemed to take no longer than 4."""
-    latency = Latency()
-    for rows, seconds in ((1, 1.0), (2, 1.2), (4, 2.0), (8, 2.0)):
-        latency.add(rows, seconds, 16)
-    assert latency.at(40, 16) == pytest.approx(2.0 + 32 * 0.8 / 6)
 
 
 def test_each_sequences_own_draft_is_judged_alone() -> None:

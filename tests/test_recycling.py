@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from inside import tables_of
 from worlds import make_target_expensive
 
-from xtok import Budget, Context, DraftEngine, Drafter, PromptLookup, Request, TokenRecycling, Tree, XTokAssisted, chain, pair
+from xtok import Budget, Context, Drafter, Request, TokenRecycling, Tree, XTokAssisted, chain, pair
 from xtok.drafts.recycling import _Table
-from xtok.errors import InvalidInputError
 
 SAMPLED: dict[str, Any] = {**GREEDY, "do_sample": True, "temperature": 0.8, "top_k": 0, "seed": 3}
 WAYS: dict[str, dict[str, Any]] = {
@@ -82,11 +81,6 @@ def test_a_copy_has_learnt_nothing(copied: Any) -> None:
     xt = XTokAssisted((TARGET, TOKENS), recycling, budget=TREE)  # which keeps its vocabulary, and so the table, alive
     xt.generate(PROMPTS[0], **GREEDY)
     assert tables_of(recycling) and not tables_of(copied(recycling))
-
-
-def test_an_engine_that_shows_no_logits_refuses_it() -> None:
-    with pytest.raises(InvalidInputError, match="guesses from ids alone"):
-        DraftEngine(TOKENS, [PromptLookup(), TokenRecycling()])
 
 
 class Seen:

@@ -14,7 +14,7 @@ from scripted import ScriptedDrafter
 from transformers import DynamicCache, LogitsProcessorList, QuantoConfig, StaticCache
 from worlds import TREE, alone, model
 
-from xtok import Budget, HeadsDrafter, PromptLookup, XTokAssisted
+from xtok import Budget, DraftEngine, HeadsDrafter, PromptLookup, TokenRecycling, XTokAssisted, train_heads
 from xtok.align.tokenbytes import token_bytes
 from xtok.bench import runs
 from xtok.bench.compare import compare
@@ -137,6 +137,13 @@ INVALID: list[tuple[Callable[[], Any], str]] = [
     ),
     (lambda: XT.with_drafts(["nobody"]), r"names"),
     (lambda: XT.with_drafts("prompt lookup"), r"names"),
+    (lambda: XT.with_drafts(5), r"names is 5; the drafts are \['GPTNeoXForCausalLM', .* Give a list"),
+    *[
+        (lambda draft=draft: DraftEngine(TOKENS, [PromptLookup(), draft]), r"guesses from ids alone")
+        for draft in (TokenRecycling(), HeadsDrafter.__new__(HeadsDrafter))
+    ],
+    (lambda: DraftEngine(TOKENS, DRAFT).propose(None, 4), r"texts is None; give a list of texts that add returned"),
+    (lambda: train_heads(PAIR, "heads", "a text"), r"prompts is 'a text'; give a list of texts"),
     # what is asked for
     (lambda: by_ids([[5, 99999]]), r"the id 99999, .* 0 to 592\. Encode it"),
     (lambda: by_ids([[-1, 5]]), r"the id -1, .* from 0 to 592\. Encode it"),
@@ -180,6 +187,10 @@ INVALID: list[tuple[Callable[[], Any], str]] = [
     (
         lambda: XT.generate(PROMPT, stopping_criteria=[5], **GREEDY),
         r"stopping_criteria is \[5\]; give a list of callables",
+    ),
+    (
+        lambda: XT.generate(PROMPT, watermarking_config=[5], **GREEDY),
+        r"transformers can't use one of .*watermarking_config \(AttributeError: .*\)\. Give each what its documentation",
     ),
     *[
         (

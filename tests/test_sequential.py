@@ -8,43 +8,27 @@ from typing import Any
 
 import pytest
 import torch
+from cases import heads_file
 from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from worlds import CHAIN, TREE, fitting, tokenizer, whole_generations
+from worlds import TREE, fitting, tokenizer, whole_generations
 
-from xtok import Budget, Engine, HeadsDrafter, XTokAssisted
-from xtok.align.tokenbytes import token_bytes
+from xtok import Budget, HeadsDrafter, XTokAssisted
 from xtok.drafts.base import Context, Request
-from xtok.drafts.heads import described, save_heads
-from xtok.drafts.sequential import SequentialDrafter, SequentialHeads, sequential_config
+from xtok.drafts.heads import save_heads
+from xtok.drafts.sequential import SequentialDrafter, SequentialHeads
 from xtok.drafts.tree import Tree
 from xtok.errors import InvalidInputError
 
 TOKENS = tokenizer("SentencePiece BPE")
 TARGET = fitting(TOKENS, "Llama", 0)
-PROMPTS = ["吾輩は", "The quick brown fox", "親譲りの無鉄砲で小供の時から損ばかりしている。", "a"]
 LAYERS = (0, 1, -1)
 
 
-def heads_file(path: Path, window: int = 8, known: set[int] | None = None) -> Path:
-    """Random heads for the target, whose guesses are as good as any. `known`: the ids that they guess; None for some."""
-    torch.manual_seed(0)
-    ids = torch.randperm(TARGET.config.vocab_size)[:40].sort().values if known is None else torch.tensor(sorted(known))
-    config = sequential_config(len(ids), 32, 48, 2, 1, window)
-    made = SequentialHeads(config, len(LAYERS), TARGET.get_input_embeddings(), TARGET.get_output_embeddings(), ids)
-    for weight in made.parameters():
-        if weight.dim() > 1:
-            torch.nn.init.normal_(weight, std=0.3)
-    known = described(TARGET, token_bytes(TOKENS))
-    save_heads(made, replace(known, layers=LAYERS, window=window), path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return heads_file(tmp_path_factory.mktemp("sequential") / "heads.safetensors")
+def random_heads(window: int = 8) -> Path:
+    return heads_file(("Llama", "SentencePiece BPE", 0), torch.float64, "sequential", window)
 
 
 @whole_generations
@@ -53,13 +37,13 @@ def test_files_hold_each_weight_to_half_a_step_of_its_row(
     tmp_path_factory: pytest.TempPathFactory, exponent: float, seed: int
 ) -> None:
     file = tmp_path_factory.getbasetemp() / "kept.safetensors"
-    made = HeadsDrafter(heads_file(file)).model_for(TARGET)
+    made = HeadsDrafter(random_heads()).model_for(TARGET)
     assert made is not None
     torch.manual_seed(seed)
     with torch.no_grad():
         for weight in made.parameters():
             weight.copy_(torch.randn_like(weight) * 10**exponent)
-    save_heads(made, HeadsDrafter(file).trained, file)
+    save_heads(made, HeadsDrafter(random_heads()).trained, file)
     kept = HeadsDrafter(file).model_for(TARGET)
     assert kept is not None
     for weight, found in zip(made.parameters(), kept.parameters(), strict=True):
@@ -82,9 +66,7 @@ def from_scratch(heads: SequentialHeads, ids: list[int], start: int) -> torch.Te
 @example(window=6, skipped=set(), known=0, stable=False)
 @example(window=64, skipped={0, 1, 5}, known=3, stable=True)
 @example(window=6, skipped={*range(11)}, known=3, stable=False)
-def test_guesses_follow_from_all_that_was_picked(
-    tmp_path_factory: pytest.TempPathFactory, window: int, skipped: set[int], known: int, stable: bool
-) -> None:
+def test_guesses_follow_from_all_that_was_picked(window: int, skipped: set[int], known: int, stable: bool) -> None:
     """Also if the drafter isn't asked in some rounds, another draft is right, or a pick is left to the next round."""
     start = list(TOKENS("吾輩は").input_ids)
     asked: dict[str, Any] = {"max_new_tokens": 40, "eos_token_id": None, "do_sample": False}
@@ -116,32 +98,12 @@ def test_guesses_follow_from_all_that_was_picked(
             ids = tuple(right[len(context.ids) - len(start) :][:known])
             return Tree((0, *ids), (-1, -1, *range(1, known))[: 1 + len(ids)], probabilities=(0.6, *[0.3] * len(ids)))
 
-    heads = WatchedHeads(heads_file(tmp_path_factory.mktemp("h") / "h", window))
+    heads = WatchedHeads(random_heads(window))
     xt = XTokAssisted((TARGET, TOKENS), [heads, Knows()], budget=TREE, stable=stable)
     generation = xt.generate("吾輩は", **asked)
     assert generation.token_ids == right and generation.stats.draft_error is None
     assert rounds > 0 and len(errors) == len({*range(1, rounds + 1)} - skipped)
     assert max(errors, default=0.0) < 1e-3
-
-
-def test_an_engine_shares_them_between_requests_within_its_memory(file: Path) -> None:
-    asked: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
-    alone = XTokAssisted((TARGET, TOKENS))
-    xt = XTokAssisted((TARGET, TOKENS), HeadsDrafter(file), budget=TREE)
-    with Engine(xt, batch_size=3, memory=2**24) as engine:
-        waiting = [engine.submit(prompt, **asked) for prompt in PROMPTS * 2]
-        found = [one.result() for one in waiting]
-    assert [one.token_ids for one in found] == [alone.generate(prompt, **asked).token_ids for prompt in PROMPTS * 2]
-    assert all(one.stats.draft_error is None and one.stats.draft_forwards for one in found)
-
-
-def test_long_prompts_are_read_in_parts_and_by_their_end(file: Path) -> None:
-    """Of a prompt that is longer than the window, what no guess would see isn't read."""
-    prompt = "吾輩は猫である。" * 20
-    xt = XTokAssisted((TARGET, TOKENS), [HeadsDrafter(file)], budget=CHAIN)
-    generation = xt.generate(prompt, max_new_tokens=12, do_sample=False)
-    assert generation.token_ids == XTokAssisted((TARGET, TOKENS)).generate(prompt, max_new_tokens=12, do_sample=False).token_ids
-    assert generation.stats.draft_error is None and generation.stats.proposed
 
 
 WILD: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -165,27 +127,27 @@ WILD: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_wild_files_are_refused_before_any_text(tmp_path: Path, what: str) -> None:
     """Found here: some made the target's own forward pass raise, or took memory by what they claimed."""
     changed, claimed = WILD[what]
-    with safe_open(heads_file(tmp_path / "h"), framework="pt") as kept:
+    with safe_open(random_heads(), framework="pt") as kept:
         known = json.loads(kept.metadata()["xtok"]) | claimed
-    tensors = {name: one for name, one in (load_file(tmp_path / "h") | changed).items() if one is not None}
+    tensors = {name: one for name, one in (load_file(random_heads()) | changed).items() if one is not None}
     save_file(tensors, tmp_path / "wild", metadata={"xtok": json.dumps(known)})
     with pytest.raises(InvalidInputError, match="holds no heads"):
         XTokAssisted((TARGET, TOKENS), HeadsDrafter(tmp_path / "wild"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_target_without_hidden_states_is_refused_by_name(file: Path, dtype: torch.dtype) -> None:
+def test_a_target_without_hidden_states_is_refused_by_name(dtype: torch.dtype) -> None:
     target = deepcopy(TARGET).to(dtype)
     forward = target.forward
     target.forward = lambda *args, **kwargs: replace(forward(*args, **kwargs), hidden_states=None)  # type: ignore[method-assign]
     with pytest.raises(InvalidInputError, match="doesn't return one hidden state for each id, which heads guess from"):
-        XTokAssisted((target, TOKENS), HeadsDrafter(file))
+        XTokAssisted((target, TOKENS), HeadsDrafter(random_heads()))
 
 
-def test_heads_follow_a_target_that_changes(file: Path) -> None:
+def test_heads_follow_a_target_that_changes() -> None:
     """Found here: rows of the output embedding were copied once and for all."""
     target = deepcopy(TARGET)
-    draft, head = HeadsDrafter(file), target.get_output_embeddings().weight
+    draft, head = HeadsDrafter(random_heads()), target.get_output_embeddings().weight
     before = draft.model_for(target)
     assert draft.model_for(target) is before and before is not None
     with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from copy import deepcopy
 from dataclasses import replace
+from itertools import cycle
 
 import pytest
 import torch
@@ -37,9 +38,12 @@ def built(name: str, **more: object) -> transformers.PreTrainedModel:
     return made
 
 
-@pytest.mark.parametrize(("dtype", "attention"), [(torch.float64, "sdpa"), (torch.bfloat16, "eager"), (torch.float32, "sdpa")])
-@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
-def test_models_with_positions_and_masks_take_trees(architecture: str, dtype: torch.dtype, attention: str) -> None:
+HOW = [(torch.float64, "sdpa"), (torch.bfloat16, "eager"), (torch.float32, "sdpa")]
+
+
+@pytest.mark.parametrize(("architecture", "how"), list(zip(sorted(ARCHITECTURES), cycle(HOW))))
+def test_models_with_positions_and_masks_take_trees(architecture: str, how: tuple[torch.dtype, str]) -> None:
+    dtype, attention = how
     made = AutoModelForCausalLM.from_config(model(architecture, 40, 0, dtype).config, attn_implementation=attention).to(dtype)
     for weight in made.parameters():
         if weight.dim() > 1:
