@@ -2,11 +2,11 @@
 
 import sys
 from collections import abc
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import nullcontext
 from itertools import islice
 from threading import RLock
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
@@ -23,7 +23,7 @@ from xtok.decoding.arguments import (
 from xtok.decoding.assemble import assemble, name_of, refitted
 from xtok.decoding.prepare import Prepared, add_noise_and_shapes, by_row, passed_to_generate, prepare, prepare_one
 from xtok.decoding.rounds import run
-from xtok.decoding.sequence import Round, Sequence
+from xtok.decoding.sequence import Sequence
 from xtok.decoding.setup import Acceptance, Setup
 from xtok.decoding.start import start
 from xtok.drafts.base import Draft, Drafter
@@ -36,13 +36,12 @@ from xtok.models.probe import traits
 from xtok.models.prompts import KnownPrompt, Prompt, is_several
 from xtok.results.generation import LAST, Generation, as_transformers, columns, finished
 from xtok.results.progress import advanced
-from xtok.results.trace import Token, WrittenRound, as_committed, round_tokens, written_round
+from xtok.results.trace import Token, WrittenRound, as_committed, written_rounds
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 T = TypeVar("T")
-Show: TypeAlias = Callable[[Round, list[Token], abc.Sequence[str]], Iterator[T]]
 BATCH = 8
 """How many sequences of a list are generated at a time."""
 _REFRESHING = RLock()
@@ -230,34 +229,28 @@ class XTokAssisted:
         The generator's return value (`StopIteration.value`) is what `generate` returns.
         """
 
-        def pieces(_: Round, tokens: list[Token], drafts: abc.Sequence[str]) -> Iterator[str]:
-            if piece := "".join(token.text for token in tokens):
-                yield piece
+        def pieces(one: WrittenRound) -> list[str]:
+            return [text] if (text := "".join(token.text for token in one.tokens)) else []
 
         return self._streamed(prompt, dict(arguments), pieces)
 
     def stream_tokens(self, prompt: Prompt, **arguments: "Unpack[TextArguments]") -> Generator[Token, None, Generation]:
         """As `stream`, but yield the new tokens, `generate(...).tokens`, each with the draft that guessed it."""
-        return self._streamed(prompt, dict(arguments), lambda _, tokens, drafts: iter(tokens))
+        return self._streamed(prompt, dict(arguments), lambda one: one.tokens)
 
     def stream_rounds(
         self, prompt: Prompt | KnownPrompt, **arguments: "Unpack[TextArguments]"
     ) -> Generator[WrittenRound, None, Generation]:
         """As `stream`, but yield each round, `generate(...).written`, with all of its guesses."""
-        view = self.target.vocabulary.view
-
-        def rounds(one: Round, tokens: list[Token], drafts: abc.Sequence[str]) -> Iterator[WrittenRound]:
-            yield written_round(one, tokens, drafts, lambda token: view[token] or b"")
-
-        return self._streamed(prompt, dict(arguments), rounds)
+        return self._streamed(prompt, dict(arguments), lambda one: [one])
 
     def _streamed(
-        self, prompt: Prompt | KnownPrompt, arguments: dict[str, Any], show: "Show[T]"
+        self, prompt: Prompt | KnownPrompt, arguments: dict[str, Any], show: Callable[[WrittenRound], Iterable[T]]
     ) -> Generator[T, None, Generation]:
         """Yield what `show` makes of each round. Arguments are checked at once. A round runs when the caller asks for it, under
         torch's modes at this call.
         """
-        modes = current()
+        modes, view = current(), self.target.vocabulary.view
         with within(modes):
             request = prepare_one(setup := self.setup, prompt, arguments)
 
@@ -265,8 +258,8 @@ class XTokAssisted:
             with setup.caches.lent(1, modes) as caches:
                 with within(modes):
                     sequence = start(setup, request, caches)
-                for one, tokens in round_tokens(as_committed(sequence, modes), sequence.drafts):
-                    yield from show(one, tokens, sequence.drafts)
+                for one in written_rounds(as_committed(sequence, modes), sequence.drafts, lambda token: view[token] or b""):
+                    yield from show(one)
                 with within(modes):
                     LAST.of_thread[self] = [finished(sequence)]
                 return self.last[0]

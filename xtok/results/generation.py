@@ -20,7 +20,7 @@ from xtok.decoding.sequence import Round, Sequence
 from xtok.models.cache import CACHE
 from xtok.models.cached_model import CachedModel
 from xtok.results.page import frame, page
-from xtok.results.trace import Committed, Token, WrittenRound, round_tokens, written_round
+from xtok.results.trace import Committed, Token, WrittenRound, written_rounds
 
 
 @dataclass(frozen=True)
@@ -115,13 +115,12 @@ class Generation:
     @property
     def tokens(self) -> list[Token]:
         """The new tokens, and who each is from. Law: their texts joined are `text`."""
-        return [token for _, tokens in round_tokens(self._committed(), self.drafts) for token in tokens]
+        return [token for one in self.written for token in one.tokens]
 
     @property
     def written(self) -> Iterator[WrittenRound]:
         """The rounds, with the tokens that came of each."""
-        for one, tokens in round_tokens(self._committed(), self.drafts):
-            yield written_round(one, tokens, self.drafts, lambda token: self.guess_bytes.get(token, b""))
+        return written_rounds(self._committed(), self.drafts, lambda token: self.guess_bytes.get(token, b""))
 
     def _committed(self) -> Iterator[Committed]:
         end = 0

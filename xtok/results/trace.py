@@ -62,26 +62,19 @@ def as_committed(sequence: Generating, modes: Modes) -> Iterator[Committed]:
             yield sequence.rounds[-1], block, sequence.text.pieces[-len(block) :], is_last
 
 
-def round_tokens(rounds: Iterable[Committed], drafts: Sequence[str]) -> Iterator[tuple[Round, list[Token]]]:
-    """The tokens of each round as soon as it is there. The last one has what is left of an unfinished character."""
-    decoder = utf8_decoder()
+def written_rounds(
+    rounds: Iterable[Committed], drafts: Sequence[str], bytes_of: Callable[[int], bytes]
+) -> Iterator[WrittenRound]:
+    r"""Each round with its tokens and all that was guessed, as soon as it is there. The last one has what is left of an
+    unfinished character. Bytes of guesses that are no whole characters are written as `\xe3`.
+    """
+    decoder, names = utf8_decoder(), dict[int | None, str | None](enumerate(drafts))
     for one, ids, pieces, is_last in rounds:
-        known = [_name(drafts, one.drafts[node]) for node in one.right]
-        sources = known + [None] * (len(ids) - len(known))
+        sources = [names.get(one.drafts[node]) for node in one.right] + [None] * (len(ids) - len(one.right))
         texts = [decoder.decode(piece) for piece in pieces]
         texts[-1] += decoder.decode(b"", final=is_last)
-        yield one, [Token(*each) for each in zip(ids, texts, sources, strict=True)]
-
-
-def written_round(one: Round, tokens: list[Token], drafts: Sequence[str], bytes_of: Callable[[int], bytes]) -> WrittenRound:
-    r"""A round with its tokens and all that was guessed. Bytes that are no whole characters are written as `\xe3`."""
-    probabilities = one.tree.probabilities or [None] * len(one.tree)
-    guesses = [
-        Guess(token, bytes_of(token).decode(errors="backslashreplace"), parent, probability, _name(drafts, draft))
-        for token, parent, probability, draft in zip(one.tree.tokens, one.tree.parents, probabilities, one.drafts, strict=True)
-    ]
-    return WrittenRound(tokens, guesses, one.right)
-
-
-def _name(drafts: Sequence[str], draft: int | None) -> str | None:
-    return None if draft is None else drafts[draft]
+        tokens = [Token(*each) for each in zip(ids, texts, sources, strict=True)]
+        guessed = [bytes_of(token).decode(errors="backslashreplace") for token in one.tree.tokens]
+        probabilities = one.tree.probabilities or [None] * len(one.tree)
+        columns = one.tree.tokens, guessed, one.tree.parents, probabilities, map(names.get, one.drafts)
+        yield WrittenRound(tokens, [Guess(*each) for each in zip(*columns, strict=True)], one.right)

@@ -125,20 +125,18 @@ def template_arguments(body: Completion | Chat, xt: XTokAssisted) -> dict[str, A
     """The arguments of the chat template."""
     if not isinstance(body, Chat):
         return {}
-    tools = {} if body.tool_choice == "none" or not body.tools else {"tools": body.tools}
-    effort = {} if body.reasoning_effort is None else _effort(body.reasoning_effort, xt)
-    return {**effort, **(body.chat_template_kwargs or {}), **tools}
+    tools = {"tools": body.tools} if body.functions else {}
+    return {**_effort(body, xt), **(body.chat_template_kwargs or {}), **tools}
 
 
-def _effort(effort: str, xt: XTokAssisted) -> dict[str, Any]:
-    """The argument of the chat template that sets how much to reason; none if it has no such argument."""
-    source = _source(xt)
-    if "reasoning_effort" in source:
-        return {"reasoning_effort": effort}
-    return {"enable_thinking": effort != "none"} if "enable_thinking" in source else {}
+def _effort(body: Chat, xt: XTokAssisted) -> dict[str, Any]:
+    """The argument of the chat template that sets how much to reason; none if it has no such argument, or none is requested."""
+    values = {"reasoning_effort": body.reasoning_effort, "enable_thinking": body.reasoning_effort != "none"}
+    known = [] if body.reasoning_effort is None else [name for name in values if name in _source(xt)]
+    return {name: values[name] for name in known[:1]}
 
 
 def ignored(body: Completion | Chat, xt: XTokAssisted) -> list[str]:
     """The names of fields that have no effect on the texts of this target, though clients may expect one."""
-    effort = isinstance(body, Chat) and body.reasoning_effort is not None and not _effort(body.reasoning_effort, xt)
-    return [*body.ignored, *(["reasoning_effort"] if effort else [])]
+    unset = isinstance(body, Chat) and body.reasoning_effort is not None and not _effort(body, xt)
+    return [*body.ignored, *(["reasoning_effort"] if unset else [])]
