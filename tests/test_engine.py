@@ -402,11 +402,7 @@ WILD = Tree(tuple(5 + i % 50 for i in range(900)), (-1,) * 900)
 
 @pytest.mark.parametrize(
     ("drafts", "batch_size"),
-    [
-        ([(SIBLING, TOKENS)] * 2, 5),
-        ([ScriptedDrafter(lambda context: WILD)], 4),
-        ([], 4),
-    ],
+    [([(SIBLING, TOKENS)] * 2, 5), ([ScriptedDrafter(lambda context: WILD)], 4), ([], 4)],
     ids=["one model in two drafts", "guesses beyond the budget", "predictions alone"],
 )
 def test_memory_is_kept_whatever_guesses(drafts: list[Any], batch_size: int) -> None:

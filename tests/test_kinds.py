@@ -123,16 +123,8 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = {
     "TokenRecycling.start": (TokenRecycling().start, {}, {"request": ""}),
     "PromptLookup": (PromptLookup, {}, {"corpus": "[] [a]"}),
     "Budget": (Budget, {}, {**dict.fromkeys(["depth", "width", "nodes", "longest"], "5"), "schedule": "", "confidence": ""}),
-    "Tree": (
-        Tree,
-        {"tokens": (1,), "parents": (-1,)},
-        {"tokens": "a [a]", "parents": "", "probabilities": "None a [] [a] {}"},
-    ),
-    "chain": (
-        chain,
-        {"tokens": (1,)},
-        {"tokens": "a [] [a] {} generator", "probabilities": "a [] [a] {} generator"},
-    ),
+    "Tree": (Tree, {"tokens": (1,), "parents": (-1,)}, {"tokens": "a [a]", "parents": "", "probabilities": "None a [] [a] {}"}),
+    "chain": (chain, {"tokens": (1,)}, {"tokens": "a [] [a] {} generator", "probabilities": "a [] [a] {} generator"}),
     "train_heads": (
         train_heads,
         {**MAKES, "out": "heads"},

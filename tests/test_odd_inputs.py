@@ -65,8 +65,7 @@ def check_by_ids(xt: XTokAssisted, model: Any, ids: list[list[int]], **arguments
 
 
 @pytest.mark.parametrize(
-    ("tokens", "architecture", "budget"),
-    [(SPOKEN, "GPT2", TREES), (BYTES, "Mistral", CHAINS), (BYTES, "GPT2", TREES)],
+    ("tokens", "architecture", "budget"), [(SPOKEN, "GPT2", TREES), (BYTES, "Mistral", CHAINS), (BYTES, "GPT2", TREES)]
 )
 def test_guesses_keep_coming_far_beyond_the_drafts_window(budget: Budget, architecture: str, tokens: Any) -> None:
     """GPT-2 has learned its positions, and no others."""

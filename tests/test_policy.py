@@ -77,8 +77,7 @@ def test_one_of_two_drafts_that_cost_and_guess_the_same_is_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "engine"),
-    mostly_deep(zip(cycle(CHANGING), ["rows are free", *ENGINES]), [("comes", "rows are free")]),
+    ("changes", "engine"), mostly_deep(zip(cycle(CHANGING), ["rows are free", *ENGINES]), [("comes", "rows are free")])
 )
 def test_a_draft_that_becomes_worth_it_or_ceases_to_be_is_found_out(changes: str, engine: str) -> None:
     guesser = CHANGING[changes]
@@ -165,8 +164,7 @@ def test_what_does_not_pay_in_a_batch_is_found_out_within_a_text(texts: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("texts", "row", "sure", "least"),
-    [(8, 0.003, 0.4, 1.15), *deep((8, 0.0, 0.6, 1.65), (4, 0.003, 0.2, 1.18))],
+    ("texts", "row", "sure", "least"), [(8, 0.003, 0.4, 1.15), *deep((8, 0.0, 0.6, 1.65), (4, 0.003, 0.2, 1.18))]
 )
 def test_what_pays_in_a_batch_is_found_and_kept(texts: int, row: float, sure: float, least: float) -> None:
     """Found by benchmark: heads weren't tried at more than one guess each, since what guessing costs at all was taken for the

@@ -112,10 +112,7 @@ INVALID: list[tuple[Callable[[], Any], str]] = [
         r"has no output embedding of its hidden size, 32",
     ),
     (lambda: split("text"), r"prompts is 'text'; give a list of texts"),
-    (
-        lambda: compare(PAIR, DRAFT, [], runs.SETTINGS["greedy"], max_new_tokens=3),
-        r"no prompts\. Give a file",
-    ),
+    (lambda: compare(PAIR, DRAFT, [], runs.SETTINGS["greedy"], max_new_tokens=3), r"no prompts\. Give a file"),
     (lambda: runs.named_settings(["warm"]), r"setting is .warm.; use one of greedy"),
     (lambda: XTokAssisted(SAVED, device="abc"), r"device 'abc' can't be used: .* Use cpu"),
     (lambda: XTokAssisted(SAVED, device=("cpu",) * 3), r"device is \('cpu', 'cpu', 'cpu'\); give one value, or a pair"),
@@ -184,10 +181,7 @@ INVALID: list[tuple[Callable[[], Any], str]] = [
         lambda: XT.generate([PROMPT, "a"], stopping_criteria=lambda ids, scores: False, **GREEDY),
         r"stopping_criteria is <function .*; give a list of callables: stopping_criteria=\[…\]",
     ),
-    (
-        lambda: XT.generate(PROMPT, stopping_criteria=[5], **GREEDY),
-        r"stopping_criteria is \[5\]; give a list of callables",
-    ),
+    (lambda: XT.generate(PROMPT, stopping_criteria=[5], **GREEDY), r"stopping_criteria is \[5\]; give a list of callables"),
     (
         lambda: XT.generate(PROMPT, watermarking_config=[5], **GREEDY),
         r"transformers can't use one of .*watermarking_config \(AttributeError: .*\)\. Give each what its documentation",
