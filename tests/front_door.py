@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from scripted import ScriptedDrafter
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 from worlds import TREE, alone, fitting, quick, tokenizer
 
@@ -135,15 +135,11 @@ def even_or_odd_by_row(batch: int, ids: torch.Tensor) -> list[int]:
 HF_ARGUMENTS: dict[str, Any] = {
     "plain": dict,
     "repetition penalty": lambda: {"repetition_penalty": 1.4},
-    "several processors": lambda: {"no_repeat_ngram_size": 2, "bad_words_ids": [[truth()[1]]], "min_new_tokens": 5},
-    "a processor with a state": lambda: {"logits_processor": LogitsProcessorList([CountsItsCalls()])},
     "an early end": lambda: {"eos_token_id": [2, *truth()[7:9]]},
     "two ends": lambda: {"eos_token_id": [truth(PROMPTS[0])[3], truth(PROMPTS[1])[7]]},
     "a prefix function": lambda: {"prefix_allowed_tokens_fn": even_or_odd_by_row},
     "a time limit that is far away": lambda: {"max_time": 1e6},
     "a prefill in chunks": lambda: {"prefill_chunk_size": 3},
-    "stop strings": lambda: {"stop_strings": [STOP], "tokenizer": TOKENS},
-    "a criterion": lambda: {"stopping_criteria": StoppingCriteriaList([StopsOn(truth()[6])])},
     "penalties on the prompt": lambda: {"encoder_repetition_penalty": 0.5, "encoder_no_repeat_ngram_size": 2},
     "a watermark": lambda: {"watermarking_config": {"bias": 9.0, "seeding_scheme": "selfhash"}},
 }

@@ -1,31 +1,24 @@
 """From the committed ids to a guess in the target's ids, by a draft that knows how the text goes on."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from itertools import permutations
 
 import pytest
 import torch
 from tokenizers import normalizers, pre_tokenizers
-from transformers import LogitsProcessorList, PreTrainedModel
 from worlds import FAMILIES, fitting, mostly_deep, tokenizer
 
 from xtok import Budget, Context, Tree
 from xtok.align.continuation import Continuation
 from xtok.align.encoding import encoder
 from xtok.align.tokenbytes import token_bytes
-from xtok.align.vocabulary import Projection, noise_keys, projection
 from xtok.drafts.cross_tokenizer import CrossTokenizerDrafter
 from xtok.drafts.meter import Meter
-from xtok.drafts.projected import Candidates, ProjectedDrafter
 from xtok.drafts.reader import Reader
-from xtok.models.cache import new_cache
-from xtok.models.cached_model import CachedModel
-from xtok.models.forwards import Answer, Ask, Slot
+from xtok.models.forwards import Answer, Ask
 from xtok.models.load import draft_model
-from xtok.models.shared_cache import SharedCache, SharedSlot
 from xtok.models.timing import Cost
-from xtok.sampling.noise import noise
 
 TEXT = "吾輩は猫である。名前はまだ無い。どこで生れたか"
 END = 2
@@ -157,56 +150,3 @@ def test_a_guess_is_cut_in_place_by_a_tokenizer_that_strips_spaces() -> None:
     for done in range(1, len(truth)):
         rest = b"a b c d e f"[len(reading.view.to_bytes(truth[:done])) :]
         assert Continuation(reading).ids(truth[:done], rest) == truth[done:]
-
-
-def deepest(slot: Slot) -> int:
-    """The last position that a slot holds, be it one of a tree."""
-    if isinstance(slot, CachedModel):
-        depths = list[int]()
-        for parent in slot._parents:
-            depths.append(depths[parent] + 1 if parent >= 0 else parent + 1)
-        return slot.length - slot.branched + max(depths, default=-1)
-    assert isinstance(slot, SharedSlot)
-    return slot.length + (int(slot.server._trees._depths[slot.index, : slot.branched].max()) if slot.branched else -1)
-
-
-def own(model: PreTrainedModel) -> Slot:
-    return CachedModel(model, new_cache(model))
-
-
-def shared(model: PreTrainedModel) -> Slot:
-    return SharedCache(model).join()
-
-
-@pytest.mark.parametrize("slot", [own, shared])
-@pytest.mark.parametrize("window", [1, 3])
-def test_a_draft_whose_window_is_shorter_than_a_guess_guesses_less(
-    window: int, slot: Callable[[PreTrainedModel], Slot]
-) -> None:
-    tokens = tokenizer("byte-level BPE")
-    made = draft_model((fitting(tokens, "GPT2", 0, window=window), tokens))
-    reader = Reader(made, Meter(), slot=slot(made.model))
-    drafter = CrossTokenizerDrafter(made, reader, Continuation(encoder(tokens, token_bytes(tokens))), END, Meter())
-    for size in range(1, 12):
-        drafter.propose(Context([5], TEXT[:size].encode(), 0), Budget(50, 1 + size % 3, schedule="constant"))
-        assert deepest(reader._slot) < window
-
-
-@pytest.mark.parametrize("slot", [own, shared])
-@pytest.mark.parametrize("window", [2, 8])
-def test_a_sampling_draft_keeps_within_its_window_though_an_id_of_the_target_may_take_several_of_its_own(
-    window: int, slot: Callable[[PreTrainedModel], Slot]
-) -> None:
-    tokens, draft_tokens = tokenizer("SentencePiece BPE"), tokenizer("byte-level BPE")
-    made = draft_model((fitting(draft_tokens, "GPT2", 0, window=window), draft_tokens))
-    view, reader = token_bytes(tokens), Reader(made, Meter(), slot=slot(made.model))
-    keys = noise_keys(view, len(view))
-    ids = projection(view, made.vocabulary.view).draft_ids
-    several = [token for token in range(len(view)) if not made.vocabulary.view.ids_of_bytes(view[token] or b"")]
-    longer = Projection(ids, torch.tensor(several)[torch.arange(len(ids)) % len(several)], torch.ones(len(ids)).double())
-    candidates = Candidates(longer, made.vocabulary.size, keys, made.vocabulary.ends, END)
-    drafter = ProjectedDrafter(made, reader, candidates, view, Meter(), LogitsProcessorList())
-    for seed in range(24):
-        data = TEXT[: 1 + seed // 3].encode() + "が".encode()[: seed % 3]
-        drafter.propose(Context([5], data, 0, noise=noise(seed, 0, b"")), Budget(50, 1 + seed % 3, schedule="constant"))
-        assert deepest(reader._slot) < window

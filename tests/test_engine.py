@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import worlds
-from batches import GREEDY, LENGTH, SAMPLED, SIBLING, TEXTS, UNRELATED, WAYS, greedily, long
+from batches import GREEDY, LENGTH, MADE, SAMPLED, SIBLING, TEXTS, UNRELATED, WAYS, greedily, long
 from engines import (
     BYTES,
     ENDLESS,
@@ -232,19 +232,6 @@ def test_more_sequences_than_may_wait_are_refused(queue: int) -> None:
             assert engine.stats.waiting == 0
 
 
-def test_who_comes_first_is_served_first() -> None:
-    started: list[int] = []
-
-    def notes(number: int) -> Any:
-        return lambda _, scores: (started.append(number), scores)[1]
-
-    with Engine(WITH_DRAFTS, batch_size=2) as engine:
-        with held(engine):
-            tickets = [engine.submit(prompt, **GREEDY, **by(notes(row))) for row, prompt in enumerate(TEXTS)]
-        assert [ids(one) for one in tickets] == [greedily("Llama", prompt) for prompt in TEXTS]
-    assert list(dict.fromkeys(started)) == list(range(len(TEXTS)))
-
-
 def test_a_long_prompt_is_read_in_parts_between_which_others_are_written() -> None:
     prompt = long(2000)
     with Engine(PLAIN, batch_size=3) as engine, forwards(LM) as seen:
@@ -360,26 +347,6 @@ def test_what_makes_no_sense_is_refused_when_it_is_handed_in_and_before_any_forw
 # memory
 
 
-def test_caches_stay_within_the_memory_that_they_may_have() -> None:
-    xt, memory = WITH_DRAFTS, 12_000_000
-    with Engine(xt, batch_size=3, memory=memory) as engine:
-        most = positions_of(engine) - xt.setup.positions_beside()
-        with pytest.raises(InvalidInputError, match=f"room for {most}"):
-            engine.submit(TEXTS[0], do_sample=False, max_length=most + 1)
-        sizes = [most // 3, 1, most // 2, 1900, 3, 800, 40]
-        taken = list[int]()
-
-        def notes(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            taken.append(cache_bytes(engine))
-            return scores
-
-        tickets = [engine.submit(long(size), **GREEDY, **by(notes)) for size in sizes]
-        assert [ids(one) for one in tickets] == [greedily("Llama", long(size)) for size in sizes]
-        to_the_end = engine.submit(TEXTS[0], do_sample=False, max_length=64, eos_token_id=None, pad_token_id=0)
-        assert len(ids(to_the_end)) > 30
-    assert 0 < min(taken) <= max(taken) <= memory
-
-
 @whole_generations
 @given(sizes=st.lists(st.integers(1, 500), min_size=1, max_size=8), batch_size=st.integers(1, 5), room=st.integers(600, 3000))
 @example(sizes=[1, 1, 500, 1, 1], batch_size=5, room=600)
@@ -402,18 +369,23 @@ WILD = Tree(tuple(5 + i % 50 for i in range(900)), (-1,) * 900)
 
 @pytest.mark.parametrize(
     ("drafts", "batch_size"),
-    [([(SIBLING, TOKENS)] * 2, 5), ([ScriptedDrafter(lambda context: WILD)], 4), ([], 4)],
-    ids=["one model in two drafts", "guesses beyond the budget", "predictions alone"],
+    [(MADE["several"](), 3), ([(SIBLING, TOKENS)] * 2, 5), ([ScriptedDrafter(lambda context: WILD)], 4), ([], 4)],
+    ids=["several", "one model in two drafts", "guesses beyond the budget", "predictions alone"],
 )
 def test_memory_is_kept_whatever_guesses(drafts: list[Any], batch_size: int) -> None:
     """Found by a hostile trial."""
-    memory = 2**22
-    with Engine(XTokAssisted((LM, TOKENS), drafts, budget=TREE), batch_size=batch_size, memory=memory) as engine:
+    memory, xt = 2**22, XTokAssisted((LM, TOKENS), drafts, budget=TREE)
+    with Engine(xt, batch_size=batch_size, memory=memory) as engine:
+        most = positions_of(engine) - xt.setup.positions_beside()
+        with pytest.raises(InvalidInputError, match=f"room for {most}"):
+            engine.submit(TEXTS[0], do_sample=False, max_length=most + 1)
         for size in (40, 330, 90):
             predicted = {"prediction": TEXTS[0] * 9}
             tickets = [engine.submit(long(size), **GREEDY, **({} if drafts else predicted)) for _ in range(batch_size)]
             assert {tuple(ids(one)) for one in tickets} == {tuple(greedily("Llama", long(size)))}
             assert 0 < cache_bytes(engine) <= memory
+        to_the_end = engine.submit(TEXTS[0], **{**ENDLESS, "max_new_tokens": 64})
+        assert len(ids(to_the_end)) == 64 and cache_bytes(engine) <= memory
 
 
 def test_tickets_that_are_kept_hold_no_caches() -> None:

@@ -10,10 +10,9 @@ import os
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import cycle
-from socket import socket
 from typing import Any
 
 import httpx
@@ -23,7 +22,7 @@ from batches import BYTES, TEXTS, UNRELATED, WIDE
 from engines import cache_bytes
 from inside import caches_of, is_empty, memory_of
 from servers import CALLING_TOKENS as TOKENS
-from servers import Server, data_of, held_to, posted, serving, wait_for
+from servers import Server, data_of, held_to, serving, wait_for
 from worlds import CORPUS, fitting
 
 from xtok import Budget, Context, PromptLookup, Ticket, Tree, XTokAssisted, chain
@@ -148,7 +147,6 @@ NONSENSE: list[tuple[str, Any]] = [
     ("chat/completions", {"messages": [5]}),
 ]
 """What is refused: a path and a body."""
-NO_HTTP = b"\x16\x03\x01\x02\x00", b"GET / HTTP/9\r\n\r\n", b"\xff" * 5000, b"\r\n\r\n"
 
 
 # how it is answered
@@ -189,8 +187,8 @@ class Client:
     nonsense: Iterator[tuple[str, Any]] = field(default_factory=lambda: cycle(NONSENSE))
 
     async def visit(self, number: int) -> None:
-        ways: list[Callable[[Asked], Awaitable[None]]] = [self.waits, self.streams, self.hangs_up, self.fails, self.sends_half]
-        (way,) = self.draw.choices(ways, [34, 28, 14, 14, 10])
+        ways: list[Callable[[Asked], Awaitable[None]]] = [self.waits, self.streams, self.hangs_up, self.fails]
+        (way,) = self.draw.choices(ways, [36, 30, 17, 17])
         asked = self.draw.choice(self.pool)
         if self.draw.random() < 0.2:  # what nobody asked before
             asked = asking(
@@ -237,18 +235,6 @@ class Client:
             answer = await self.post(path, body if isinstance(body, bytes) else json.dumps(body, ensure_ascii=False).encode())
             assert answer.json()["error"]["message"]
             self.refused[answer.status_code] += 1
-
-    async def sends_half(self, asked: Asked) -> None:
-        """Some bytes, or what is no HTTP at all. Hangs up at once or after some of the answer."""
-        data = posted(asked.asks, path=asked.path)
-        data = self.draw.choice([data[: self.draw.randrange(1, len(data))], *NO_HTTP])
-        with closing(socket()) as one:
-            one.setblocking(False)
-            loop = asyncio.get_running_loop()
-            await loop.sock_connect(one, self.server.address)
-            with suppress(OSError):
-                await loop.sock_sendall(one, data)
-                await asyncio.sleep(self.draw.choice([0, 0.01]))
 
     async def post(self, path: str, body: bytes) -> httpx.Response:
         return await self.http.post(f"/v1/{path}", content=body, headers=JSON)

@@ -1,7 +1,6 @@
 """Law 1 (identity with transformers' own `generate`), law 4 (never rewritten) and law 7 (failing guesses cost speed only)."""
 
 import warnings
-from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -170,16 +169,6 @@ def test_a_perfect_draft_is_accepted_whole() -> None:
     xt = XTokAssisted((MODEL, BYTES), right(expected, len(ids)), budget=TREE)
     stats = xt.generate("吾輩は", max_new_tokens=21, do_sample=False, eos_token_id=None).stats
     assert (stats.target_forwards, stats.proposed, stats.accepted) == (5, 16, 16)
-
-
-def test_scores_and_logits_are_handed_out_if_requested() -> None:
-    asked = {"max_new_tokens": 9, "do_sample": False, "return_dict_in_generate": True, "repetition_penalty": 1.2}
-    theirs = MODEL.generate(torch.tensor([BYTES("吾輩").input_ids]), output_scores=True, output_logits=True, **asked)
-    xt = XTokAssisted((MODEL, BYTES), (deepcopy(MODEL), BYTES), budget=TREE)
-    mine = xt.generate("吾輩", output_scores=True, output_logits=True, **asked)
-    torch.testing.assert_close(mine.scores, theirs.scores)
-    torch.testing.assert_close(mine.logits, theirs.logits)
-    assert XTokAssisted((MODEL, BYTES)).generate("吾輩", max_new_tokens=2).scores is None
 
 
 def test_a_list_of_prompts_takes_turns_with_nothing_shared() -> None:

@@ -78,6 +78,19 @@ def test_guesses_keep_coming_far_beyond_the_drafts_window(budget: Budget, archit
     check(xt, "吾輩は", SPOKEN("吾輩は").input_ids)
 
 
+@pytest.mark.parametrize("window", [1, 2, 3, 8])
+def test_a_draft_whose_window_is_shorter_than_a_guess_guesses_less(window: int) -> None:
+    """Also if an id of the target takes several of its own. GPT-2 fails beyond its positions."""
+    small = fitting(BYTES, "GPT2", 1, window=window)
+    alone = XTokAssisted((TARGET, SPOKEN))
+    for width in (1, 3):
+        xt = XTokAssisted((TARGET, SPOKEN), [(small, BYTES)], budget=Budget(50, width=width, schedule="constant"))
+        for way in ({}, *({"do_sample": True, "temperature": 2.0, "seed": seed} for seed in range(4))):
+            found = xt.generate("吾輩は", **{**GREEDY, **way})
+            assert found.token_ids == alone.generate("吾輩は", **{**GREEDY, **way}).token_ids
+            assert found.stats.draft_error is None and (found.stats.proposed or window < 3)
+
+
 @pytest.mark.filterwarnings("ignore::xtok.errors.PromptWarning")
 @pytest.mark.parametrize("architecture", ["GPT2", "opt"])
 def test_a_text_ends_with_the_targets_last_position(architecture: str) -> None:

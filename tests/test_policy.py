@@ -100,16 +100,6 @@ def test_a_machine_that_changes_its_speed_and_has_hiccups_misleads_nobody() -> N
     assert played(LINE, [CHEAP], clock=busy) > 0.93
 
 
-def test_a_cheap_and_good_draft_is_used_the_more_the_more_expensive_the_target_is() -> None:
-    speeds = [
-        speed(simulated(World(LINE, [one]), 400, Budget(), [one])[64:])
-        for one in (Guesser(forward=share) for share in (0.4, 0.1, 0.02))
-    ]
-    assert speeds == sorted(speeds)
-    assert speeds[0] > 1.1
-    assert speeds[2] > 1.8
-
-
 def test_bad_luck_stops_no_draft_that_pays() -> None:
     """Found by benchmark: a few unlucky rounds in a row paused a good draft, so that it was lost for much of a text."""
     for seed in range(6):

@@ -221,16 +221,6 @@ def test_a_family_that_is_not_understood_is_refused_with_its_name() -> None:
         token_bytes(Reversed())
 
 
-def test_tables_stay_small() -> None:
-    """Bytes objects, the tuple that holds them and the order of the look-ups: under 200 bytes per entry."""
-    import sys
-
-    seen = token_bytes(tokenizer("byte-level BPE"))
-    seen.ids_of_bytes(b"a")
-    size = sys.getsizeof(seen.table) + sum(sys.getsizeof(piece) for piece in seen.table) + sys.getsizeof(seen._order)
-    assert size < 200 * len(seen)
-
-
 def test_the_lexicon_of_the_strategies_holds_japanese_words() -> None:
     assert len(unidic_words()) > 1000
     assert sum(any("ぁ" <= c <= "鿿" for c in word) for word in unidic_words()) > 500
