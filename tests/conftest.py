@@ -2,7 +2,6 @@ import gc
 import os
 from collections.abc import Iterator
 from tempfile import TemporaryDirectory
-from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -10,34 +9,14 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from transformers import PreTrainedModel
 from worlds import MADE, written
 
 import xtok.models.load
-import xtok.models.probe
-import xtok.pair
-from xtok.models.traits import Verdicts, attention_of, settings_of
 
 torch.set_num_threads(1)
 _FOUND = TemporaryDirectory(prefix="xtok-tests-")
 os.environ["XTOK_CACHE"] = _FOUND.name  # what another run found out would hide what this one tries
 xtok.models.load.best_device = lambda: torch.device("cpu")  # tests compare with models that they load there
-
-_TRIED = dict[Any, Any]()
-_try_sharing = xtok.models.probe._try_sharing
-
-
-def _tried_once(model: PreTrainedModel) -> Any:
-    """The models that ship are loaded by many tests, and all that are loaded in the same way can do the same."""
-    if "forward" in vars(model) or not model.name_or_path.startswith(str(xtok.pair.TARGET.parent)):
-        return _try_sharing(model)
-    key = model.dtype, str(settings_of(model))
-    if key not in _TRIED:
-        _TRIED[key] = _try_sharing(model)
-    return _TRIED[key]
-
-
-xtok.models.probe._TRIED = Verdicts(_tried_once, attention_of)
 
 _SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 for _name, _examples in (("quick", 25), ("deep", 100), ("more", 2000)):

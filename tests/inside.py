@@ -5,7 +5,6 @@ from typing import Any
 from xtok import Engine
 from xtok.drafts.corpus import TextMemory
 from xtok.drafts.policy.policy import Policy
-from xtok.models.findings import Findings
 from xtok.models.shared_cache import SharedCache, SharedSlot
 
 
@@ -46,14 +45,9 @@ def positions_of(engine: Any) -> int:
     return engine._shared.memory.positions
 
 
-def findings_of(shapes: Any) -> Findings:
-    """What fixed shapes were tried, and which of them agreed."""
-    return shapes._known.findings
-
-
-def tried_states(shapes: Any) -> int:
-    """In how many states of its model fixed shapes were tried."""
-    return len(shapes._found)
+def agreed_by(shapes: Any) -> dict[tuple[int, int, int, int], bool]:
+    """Which fixed shapes were tried, and which of them agreed."""
+    return shapes._known.agreed
 
 
 def tables_of(recycling: Any) -> Any:

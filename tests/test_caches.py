@@ -41,6 +41,7 @@ from xtok.models.forwards import Answer, Ask, Slot, answered
 from xtok.models.load import draft_model, target_model
 from xtok.models.probe import traits
 from xtok.models.recurrent import cached_model
+from xtok.models.runner import renewed
 from xtok.models.shared_cache import SharedCache
 
 VOCABULARY = 40
@@ -370,6 +371,7 @@ def test_a_model_whose_layers_are_replaced_is_tried_again() -> None:
             return states + states.mean(dim=1, keepdim=True)
 
     lm.model.embed_tokens = LooksAhead(*lm.model.embed_tokens.weight.shape)
+    renewed(lm)
     with pytest.raises(UnsupportedModelError, match="isn't causal"):
         check_continues(lm, "target")
 

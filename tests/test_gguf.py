@@ -140,7 +140,7 @@ def test_it_can_be_saved_and_pickled(folder: Path, tmp_path: Path) -> None:
     expected = xt.generate(chat, **GREEDY).token_ids
     assert XTokAssisted(tmp_path).generate(chat, **GREEDY).token_ids == expected
     assert pickle.loads(pickle.dumps(xt)).generate(chat, **GREEDY).token_ids == expected
-    assert repr(xt) == "XTokAssisted(model.gguf, drafts=[])"
+    assert repr(xt).startswith("XTokAssisted(model.gguf, drafts=[], ")
 
 
 def test_all_of_its_ends_end_a_text_and_its_chat_template_is_used(folder: Path) -> None:

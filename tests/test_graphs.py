@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -19,9 +18,9 @@ from worlds import ARCHITECTURES, examples, fitting, make_target_expensive, mode
 import xtok.models.graphs
 from xtok import Budget, Engine, XTokAssisted
 from xtok.errors import UnsupportedModelError
-from xtok.models.graphs import Graph, Graphs, Inputs, Run, state_of
-from xtok.models.packed import runs_more
+from xtok.models.graphs import Graph, Graphs, Inputs, Run
 from xtok.models.probe import traits
+from xtok.models.runner import runs_more
 from xtok.models.shared_cache import SharedCache
 
 
@@ -187,15 +186,7 @@ def changed_attention(lm: Any) -> None:
     lm.set_attn_implementation("eager")
 
 
-def changed_by_a_hook(lm: Any) -> None:
-    lm.get_output_embeddings().register_forward_hook(lambda _, inputs, logits: logits.flip(-1))
-
-
-def changed_by_a_scale(lm: Any) -> None:
-    lm.model.layers[0].self_attn.scaling *= 2
-
-
-CHANGES = [changed_dtype, changed_weights, changed_attention, changed_by_a_hook, changed_by_a_scale]
+CHANGES = [changed_dtype, changed_weights, changed_attention]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -206,9 +197,7 @@ def test_a_model_that_was_changed_between_calls_computes_as_it_does_now(
     xt = XTokAssisted((lm, TOKENS))
     for _ in range(2):
         xt.generate(PROMPT, **GREEDY)
-    before = state_of(lm)
     change(lm)
-    assert state_of(lm) != before
     plain = XTokAssisted((lm, TOKENS), compile=False)
     assert xt.generate(PROMPT, **GREEDY).token_ids == plain.generate(PROMPT, **GREEDY).token_ids
 
@@ -225,18 +214,6 @@ def test_an_engine_looks_at_its_models_anew_when_nothing_runs(replays: list[int]
     assert replays
 
 
-def test_what_adapters_do_is_seen() -> None:
-    """Found by review: merging adds to weights in place, and a captured forward would add once more."""
-    peft = pytest.importorskip("peft")
-    lm = peft.get_peft_model(deepcopy(fitting(TOKENS, "Llama", 3)), peft.LoraConfig(r=2, target_modules=["q_proj"]))
-    states = [state_of(lm)]
-    scale = lm.base_model.model.model.layers[0].self_attn.q_proj.set_scale
-    for do in (lm.merge_adapter, lm.unmerge_adapter, lambda: scale("default", 3.0), lm.disable_adapter_layers):
-        do()
-        states.append(state_of(lm))
-    assert all(one != other for one, other in pairwise(states))
-
-
 def test_hooks_that_collect_hidden_states_dont_keep_a_model_from_being_captured() -> None:
     """Found by review: transformers leaves them behind."""
     lm = deepcopy(fitting(TOKENS, "Llama", 3))
@@ -250,20 +227,6 @@ def test_a_compiled_model_is_left_as_it_is() -> None:
     lm = deepcopy(fitting(TOKENS, "Llama", 3))
     lm.compile()
     assert any(map(runs_more, lm.modules()))
-
-
-def test_precision_may_be_set_in_either_way() -> None:
-    """Found by review: torch refuses to tell by one function what was set by another."""
-    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
-        pytest.skip("this torch has one way alone")
-    lm, before = fitting(TOKENS, "Llama", 3), torch.backends.cuda.matmul.fp32_precision
-    state = state_of(lm)
-    try:
-        torch.backends.cuda.matmul.fp32_precision = "tf32"
-        assert state_of(lm) != state
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = before
-    assert state_of(lm) == state
 
 
 def test_replays_are_reported(replays: list[int]) -> None:

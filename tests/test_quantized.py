@@ -365,6 +365,7 @@ def test_layers_that_are_replaced_in_place_are_tried_again() -> None:
     other = deepcopy(layer)
     other.kind = "row"
     model.set_submodule(name, other)
+    XTokAssisted((model, TOKENS), stable=False)
     assert traits(model).computes_in_half
     other = deepcopy(layer)
     other.kind = "tensor"

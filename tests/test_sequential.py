@@ -21,6 +21,7 @@ from xtok.drafts.heads import save_heads
 from xtok.drafts.sequential import SequentialDrafter, SequentialHeads
 from xtok.drafts.tree import Tree
 from xtok.errors import InvalidInputError
+from xtok.models.runner import renewed
 
 TOKENS = tokenizer("SentencePiece BPE")
 TARGET = fitting(TOKENS, "Llama", 0)
@@ -152,6 +153,7 @@ def test_heads_follow_a_target_that_changes() -> None:
     assert draft.model_for(target) is before and before is not None
     with torch.no_grad():
         head.mul_(2)
+    renewed(target)
     after = draft.model_for(target)
     hidden = torch.randn(1, 32, dtype=target.dtype)
     assert after is not None and torch.allclose(after.logits_of(hidden), 2 * before.logits_of(hidden))  # type: ignore[attr-defined]

@@ -83,8 +83,6 @@ def test_a_round_takes_one_transfer_and_a_level_of_the_draft_another(
     """What a text takes at its beginning isn't counted. A draw that is too near to a cut takes more; that is seldom."""
     drafts = [(OTHER, BYTES), *([PromptLookup()] if beside else [])]
     xt = make_target_expensive(XTokAssisted((TARGET, TOKENS), drafts, budget=TREE, stable=stable))
-    if stable:
-        xt.setup.shapes.served(1e9)  # what is tried, is tried for the first text
     totals, most = list[int](), list[int]()
     for count in (LONG, 6, LONG):  # the first makes tables
         before = waits.count

@@ -11,6 +11,7 @@ import pytest
 
 import xtok
 from xtok import XTokAssisted, pair
+from xtok.models.runner import running
 
 ROOT = Path(xtok.__file__).parent
 MOST_MODULES, MOST_CHANGES = 16, 45
@@ -19,7 +20,7 @@ MOST_MODULES, MOST_CHANGES = 16, 45
 def calls_until_first_forward(xt: XTokAssisted, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The module of each call of a function of xtok."""
     modules, forwarded = list[str](), list[bool]()
-    handle = xt.model.register_forward_pre_hook(lambda *_: forwarded.append(True))
+    handle = running(xt.model).register_forward_pre_hook(lambda *_: forwarded.append(True))
 
     def entered(frame: FrameType, event: str, _: Any) -> None:
         path = Path(frame.f_code.co_filename)

@@ -20,7 +20,7 @@ from xtok.decoding.arguments import (
     check_batch_size,
     check_rows,
 )
-from xtok.decoding.assemble import assemble, name_of, refitted
+from xtok.decoding.assemble import assemble, fitted, name_of, refitted
 from xtok.decoding.prepare import Prepared, add_noise_and_shapes, by_row, passed_to_generate, prepare, prepare_one
 from xtok.decoding.rounds import run
 from xtok.decoding.sequence import Sequence
@@ -34,6 +34,7 @@ from xtok.models.load import Device, DeviceMap, Dtype, OneOrEach, Quantization, 
 from xtok.models.modes import current, within
 from xtok.models.probe import traits
 from xtok.models.prompts import KnownPrompt, Prompt, is_several
+from xtok.models.runner import have_changed, runner_of
 from xtok.results.generation import LAST, Generation, as_transformers, columns, finished
 from xtok.results.progress import advanced
 from xtok.results.trace import Token, WrittenRound, as_committed, written_rounds
@@ -102,16 +103,16 @@ class XTokAssisted:
                 in the forward pass, so that ids are the same in any precision, with or without a draft, alone or in a batch.
                 None: in half precision, for targets that allow it; an `UnstableWarning` says if one doesn't, and near-ties
                 (`stats.near_ties`) may then be decided differently. True: in any precision; other targets are refused. False:
-                never. A few extra forward passes find the shapes, and the cache folder (`XTOK_CACHE`) keeps them. Mixtures of
-                experts, models that can't share forward passes, threads that aren't a power of two, and `acceptance` other than
-                "match" don't allow them.
+                never. A few extra forward passes find the shapes. Mixtures of experts, models that can't share forward passes,
+                threads that aren't a power of two, and `acceptance` other than "match" don't allow them.
             compile: Capture forward passes as CUDA graphs, one for each shape, and replay them. None: for each model that is on
                 one GPU, without hooks or offloading. True: the same, but a target that can't be captured is refused. With
                 graphs, KV caches stay allocated between calls. A graph is used only if its first replay gave the same bits as
                 the normal forward pass; `stats.target_replays` counts replays of the target.
             device: Of models given as hub ids or paths: one for both, or a pair, the target's and the drafts', such as
                 `("cuda:0", "cpu")`. None: the best there is for the target, and the target's for drafts.
-            dtype: Their precision, for both or as a pair. None: "auto", what their configurations say.
+            dtype: Their precision, for both or as a pair. None: what their configurations say, but float32, with weights that
+                stay exact in float16, on a CPU without instructions for half precision, where that is faster.
             device_map: For both or as a pair, as `from_pretrained` takes it. "auto" spreads a model over several devices.
             quantization_config: Likewise.
             attn_implementation: Likewise.
@@ -134,14 +135,15 @@ class XTokAssisted:
     def __repr__(self) -> str:
         given = {"budget": self.setup.budget, **{name: self._arguments[name] for name in ("acceptance", "stable", "compile")}}
         shown = "".join(f", {name}={value!r}" for name, value in given.items() if value not in (Budget(), "match", None))
-        return f"XTokAssisted({name_of(self.model)}, drafts={list(self.names)}{shown})"
+        kernels = runner_of(self.model).kernels(self.model)
+        return f"XTokAssisted({name_of(self.model)}, drafts={list(self.names)}{shown}, kernels={kernels!r})"
 
     @property
     def setup(self) -> Setup:
-        """What all sequences share. It is made anew if a model was moved to another device or converted to another dtype."""
+        """What all sequences share. It is made anew if a model was changed in a way that is cheap to see."""
         with _REFRESHING:
-            if any((model.device, model.dtype) != place for model, place in self._setup.placed.items()):
-                self.refresh()
+            if have_changed(self._setup.runners):
+                self._setup = within()(fitted)(self._setup)
             return self._setup
 
     @property

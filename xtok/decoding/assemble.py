@@ -19,10 +19,9 @@ from xtok.drafts.recycling import TokenRecycling
 from xtok.errors import InvalidInputError, LossyWarning, UnsupportedArgumentError, UnsupportedModelError, XTokError, warn
 from xtok.models.graphs import captures, takes_graphs
 from xtok.models.load import DraftModel, Placement, Target, check_places, check_source, draft_model, placements, target_model
-from xtok.models.packed import forget_packed
 from xtok.models.probe import traits
+from xtok.models.runner import forget, renewed
 from xtok.models.stable import StableShapes
-from xtok.models.traits import forget_verdicts
 
 
 def assemble(
@@ -88,15 +87,14 @@ def fitted(setup: Setup) -> Setup:
             shapes = _shapes(target, acceptance)
         except XTokError as error:
             warn_unstable(target, error, stable=stable)
-    placed = {model: (model.device, model.dtype) for model in setup.models if not hasattr(model, "_hf_hook")}
-    return replace(setup, shapes=shapes, captures=_captured(target.model, setup.drafts, setup.compile), placed=placed)
+    captured = _captured(target.model, setup.drafts, setup.compile)
+    return replace(setup, shapes=shapes, captures=captured, runners={model: renewed(model) for model in setup.models})
 
 
 def refitted(setup: Setup) -> Setup:
     """The setup after a model was changed: what was found out about its models, and made of their weights, is dropped."""
     for model in setup.models:
-        forget_verdicts(model)
-        forget_packed(model)
+        forget(model)
     return fitted(setup)
 
 

@@ -6,7 +6,6 @@ from functools import cached_property
 from math import ceil
 from typing import Literal
 
-import torch
 from transformers import PreTrainedModel
 
 from xtok.drafts.acceptance import Accept
@@ -21,6 +20,7 @@ from xtok.models.cache import weights
 from xtok.models.cache_set import CachePool
 from xtok.models.layers import doubled
 from xtok.models.load import Target
+from xtok.models.runner import Runner
 from xtok.models.shapes import rounded
 from xtok.models.stable import StableShapes
 
@@ -42,8 +42,8 @@ class Setup:
 
     `names`: the unique names of `drafts`, in order. `accept`: accepts guesses of sampled sequences by their probabilities;
     None to accept those that the target draws itself. `stable`, `compile`: as the caller gave them. `shapes`: the fixed shapes
-    of the target's forward passes, if any. `captures`: whether forward passes are captured as CUDA graphs. `placed`: the device
-    and the dtype of each model when these were decided. Two parts change: `policy`, which learns from all sequences what
+    of the target's forward passes, if any. `captures`: whether forward passes are captured as CUDA graphs. `runners`:
+    those of all models when these were decided. Two parts change: `policy`, which learns from all sequences what
     guessing costs and gains, and `caches`, which keeps KV caches for later calls. A copy has its own.
     """
 
@@ -57,7 +57,7 @@ class Setup:
     compile: bool | None = None
     shapes: StableShapes | None = None
     captures: bool = False
-    placed: Mapping[PreTrainedModel, tuple[torch.device, torch.dtype]] = field(default_factory=dict)
+    runners: Mapping[PreTrainedModel, Runner] = field(default_factory=dict)
 
     @cached_property
     def policy(self) -> Policy:

@@ -24,7 +24,7 @@ from xtok.errors import InvalidInputError, reason, shown
 from xtok.models.cache import device_of, new_cache, output_embeddings
 from xtok.models.modes import Modes, within
 from xtok.models.recurrent import cached_model
-from xtok.models.traits import Verdicts
+from xtok.models.runner import Verdicts
 
 LAST = -1
 """The layer whose hidden states make logits."""
@@ -56,7 +56,7 @@ class HeadsDrafter:
         """`file`: what `xtok train-heads` wrote, or a folder with EAGLE-3 heads in the format of speculators. Raises
         `InvalidInputError` if it holds neither.
         """
-        self._made, self._eagle3 = Verdicts(self._for, _embeddings_of), None
+        self._made, self._eagle3 = Verdicts(self._for), None
         try:
             self.file = Path(file)
         except TypeError as error:
@@ -86,7 +86,7 @@ class HeadsDrafter:
         return {name: value for name, value in vars(self).items() if name != "_made"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _made=Verdicts(self._for, _embeddings_of))
+        vars(self).update(state, _made=Verdicts(self._for))
 
     @property
     def is_sequential(self) -> bool:
@@ -174,13 +174,6 @@ _SCALE = ".scale"
 """What the name of a matrix's scales ends in, after the matrix's own name."""
 _FACTS = {"hidden_size": "hidden size", "vocabulary": "vocabulary"}
 """What a target must have in common with the one that heads were trained for, as error messages call it."""
-
-
-def _embeddings_of(model: PreTrainedModel) -> Any:
-    """The embeddings that heads share with a target. Heads are rebuilt if these were moved or replaced."""
-    modules = model.get_input_embeddings(), output_embeddings(model)
-    weights = [getattr(module, "weight", None) for module in modules]
-    return model.device, [(one.data_ptr(), one._version) for one in weights if isinstance(one, Tensor) and not one.is_meta]
 
 
 def _check_layers(layers: tuple[int, ...], model: PreTrainedModel) -> None:

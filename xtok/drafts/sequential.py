@@ -20,6 +20,7 @@ from xtok.drafts.policy.settings import Budget
 from xtok.drafts.tree import Tree
 from xtok.models.cache import CACHE, device_of, ids_read, output_embeddings, vocabulary_size
 from xtok.models.forwards import Answer, Ask, Slot, Steps
+from xtok.models.packed import PackedLinear
 from xtok.sampling.draws import Distribution
 
 HEAD_DIM = 64
@@ -136,13 +137,16 @@ def _rows(output: Any, ids: Tensor) -> nn.Linear | None:
     """The rows of an output embedding for some ids, as a layer, in buffers that files of heads don't hold; None if the
     embedding is quantised or offloaded.
     """
-    weight = output.weight
-    if type(output) is not nn.Linear or not weight.is_floating_point() or weight.is_meta:
+    if type(output) is not nn.Linear and not isinstance(output, PackedLinear):
         return None
-    made = nn.Linear(weight.shape[1], len(ids), bias=output.bias is not None, device="meta")
-    for name, part in output.named_parameters():
-        delattr(made, name)
-        made.register_buffer(name, part.detach()[ids.to(part.device)].clone(), persistent=False)
+    weight, bias = output.weight, output.bias
+    if not weight.is_floating_point() or weight.is_meta:
+        return None
+    made = nn.Linear(weight.shape[1], len(ids), bias=bias is not None, device="meta")
+    for name, part in (("weight", weight), ("bias", bias)):
+        if part is not None:
+            delattr(made, name)
+            made.register_buffer(name, part.detach()[ids.to(part.device)].clone(), persistent=False)
     return made
 
 

@@ -10,6 +10,7 @@ from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from xtok.errors import UnsupportedModelError
+from xtok.models.packed import PackedLinear
 
 CACHE_NAMES = ("cache", "past_key_values")
 CACHE = CACHE_NAMES["cache" not in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters]
@@ -83,8 +84,7 @@ def vocabulary_size(model: PreTrainedModel) -> int:
 def parameters(model: Any) -> int:
     """How many parameters a forward pass reads: all but an untied input embedding. All experts count."""
     rows, head = model.get_input_embeddings().weight, model.get_output_embeddings()
-    whole = sum(int(weight.numel()) for weight in model.parameters())
-    return whole if head is not None and head.weight is rows else whole - int(rows.numel())
+    return weights(model) if head is not None and head.weight is rows else weights(model) - int(rows.numel())
 
 
 def end_ids(model: PreTrainedModel) -> list[int]:
@@ -94,8 +94,9 @@ def end_ids(model: PreTrainedModel) -> list[int]:
 
 
 def weights(model: PreTrainedModel) -> int:
-    """How many parameters `model` has, but at least 1."""
-    return max(1, sum(weight.numel() for weight in model.parameters()))
+    """How many parameters `model` has, but at least 1. A tied output embedding that is packed alone counts."""
+    packed = sum(one.in_features * one.out_features for one in model.modules() if isinstance(one, PackedLinear))
+    return max(1, packed + sum(weight.numel() for weight in model.parameters()))
 
 
 def output_embeddings(model: Any) -> Any:

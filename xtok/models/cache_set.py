@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from xtok.models.cache import new_cache
 from xtok.models.forwards import Slot
-from xtok.models.graphs import Graphs, state_of, takes_graphs
+from xtok.models.graphs import Graphs, takes_graphs
 from xtok.models.keeping import KeepingCache, KeepingSlot
 from xtok.models.modes import Modes
 from xtok.models.probe import traits
@@ -55,8 +55,8 @@ class CacheSet:
         return self._caches[model]
 
     def empty(self) -> None:
-        """Make the caches ready for other sequences. Those without graphs, or of models that were changed, are dropped."""
-        self._caches = {model: cache for model, cache in self._caches.items() if cache.state and cache.state == state_of(model)}
+        """Make the caches ready for other sequences. Those without graphs are dropped."""
+        self._caches = {model: cache for model, cache in self._caches.items() if cache.has_graphs}
         for cache in self._caches.values():
             cache.empty()
 

@@ -23,8 +23,8 @@ from xtok.models.cache import (
 )
 from xtok.models.forwards import Answer, Ask, Slot, wait_for
 from xtok.models.masks import tree_masks
-from xtok.models.packed import running
 from xtok.models.rope import turns
+from xtok.models.runner import running
 from xtok.models.timing import Cost, timed
 from xtok.models.traits import layer_windows
 
@@ -52,8 +52,8 @@ class CachedModel(Slot):
     ) -> None:
         self._prompt = prompt
         self._lead = 0
-        self._model: Any = model
-        self._turn, self._running = turns(model), running(model)
+        self._model: Any = running(model)
+        self._turn = turns(self._model)
         rows = {"logits_to_keep": 1} if supports_logits_to_keep(model) else {}
         self._inputs = {**rows, **(inputs or {}), "use_cache": True}
         self._recorded = 0
@@ -117,7 +117,7 @@ class CachedModel(Slot):
         """
         held = self._held
         inputs = {**self._inputs, CACHE: self.cache}
-        with self._turn(), self._running:
+        with self._turn():
             outputs = self._model._prefill(ids, config, inputs)
         self._adopt(outputs)
         record_past(self.cache)
@@ -174,7 +174,7 @@ class CachedModel(Slot):
             inputs["logits_to_keep"] = rows
         if self._hidden_layers:
             inputs["output_hidden_states"] = True
-        with self._turn(), self._running:
+        with self._turn():
             outputs = self._model(**inputs, return_dict=True)
         self._adopt(outputs)
         self.hidden = stacked(outputs, self._hidden_layers)[0] if self._hidden_layers else None

@@ -13,10 +13,11 @@ from xtok.errors import UnsupportedModelError
 from xtok.models.cache import context_window, device_of, new_cache, vocabulary_size
 from xtok.models.cached_model import CachedModel
 from xtok.models.modes import Modes, within
+from xtok.models.packed import HALF
 from xtok.models.quantized import quantization_of
 from xtok.models.recurrent import cached_model
-from xtok.models.single import HALF, in_float32
-from xtok.models.traits import Verdicts, rolls_back
+from xtok.models.runner import Verdicts
+from xtok.models.traits import rolls_back
 
 
 def rounding(dtype: torch.dtype) -> float:
@@ -111,8 +112,9 @@ def _continues(model: PreTrainedModel) -> _Trial:
     ids = (whole.abs() < torch.finfo(whole.dtype).max / 2).all(dim=0)  # the others are masked
     largest = float(whole[:, ids].float().abs().amax(dim=1).mean())
     if recurrent and any(part.dtype in HALF for part in (*model.parameters(), *model.buffers())):
-        with suppress(Exception):  # kernels for half precision alone, or a replaced forward
-            single = in_float32(model)
+        with suppress(Exception):  # kernels for half precision alone, or too little memory
+            copy: Any = deepcopy(model)
+            single = copy.float()
             return _Trial(*_judged(single, text, ids, _whole(single, text), recurrent=True), largest)
     return _Trial(*_judged(model, text, ids, whole, recurrent=recurrent), largest)
 

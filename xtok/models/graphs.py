@@ -11,11 +11,10 @@ from threading import Lock
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from xtok.models.kernels import kernel_state, settings_of
-from xtok.models.packed import runs_more
+from xtok.models.runner import runs_more
 from xtok.models.timing import excluded
 
 Inputs: TypeAlias = "dict[str, Tensor]"
@@ -133,13 +132,3 @@ def takes_graphs(model: PreTrainedModel) -> bool:
     """Whether forward passes may be captured: on one GPU, if nothing but kernels has to run."""
     devices = {part.device for part in (*model.parameters(), *model.buffers())}
     return {device.type for device in devices} == {"cuda"} and len(devices) == 1 and not any(map(runs_more, model.modules()))
-
-
-def state_of(model: PreTrainedModel) -> Hashable:
-    """What a model's captured forward passes depend on: where its weights are, and how its modules compute."""
-    return *kernel_state(model), *((id(one), runs_more(one), _addresses(one), settings_of(one)) for one in model.modules())
-
-
-def _addresses(module: nn.Module) -> tuple[tuple[int, torch.dtype], ...]:
-    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-    return tuple((part.data_ptr(), part.dtype) for part in own)

@@ -25,6 +25,7 @@ from xtok.models.gguf import is_gguf, load_gguf, read_gguf, tokenizer_of
 from xtok.models.probe import traits
 from xtok.models.prompts import reading, special_ids
 from xtok.models.quantized import check_rows
+from xtok.models.runner import pack_in_place, renewed
 
 T = TypeVar("T")
 OneOrEach: TypeAlias = T | tuple[T | None, T | None] | None
@@ -247,6 +248,9 @@ def draft_model(source: Any, place: Placement = DEFAULT, beside: torch.device | 
 
 def _loaded(source: Any, role: str, place: Placement, beside: torch.device | None) -> tuple[PreTrainedModel, Vocabulary]:
     model, tokenizer = load(source, role, place, beside)
+    if isinstance(source, str | PathLike):
+        pack_in_place(model, convert=place.dtype is None)
+    renewed(model)
     check_rolls_back(model, role)
     view = token_bytes(tokenizer)
     _check_sizes(model, view, role)

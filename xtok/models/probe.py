@@ -12,8 +12,9 @@ from xtok.models.forwards import Ask
 from xtok.models.modes import Modes, within
 from xtok.models.quantized import quantization_of
 from xtok.models.recurrent import cached_model
+from xtok.models.runner import Verdicts
 from xtok.models.shared_cache import SharedCache
-from xtok.models.traits import Traits, Verdicts, attention_of, read, settings_of
+from xtok.models.traits import Traits, read
 
 _UNLIKE = ("moshi",)
 """Models whose cache keeps a window, though ids of one forward pass see each other beyond it. No short text shows that."""
@@ -93,7 +94,7 @@ def _ids(model: PreTrainedModel, ids: list[int]) -> list[int]:
     return [token % vocabulary_size(model) for token in ids]
 
 
-_TRIED = Verdicts(_try_sharing, attention_of)
+_TRIED = Verdicts(_try_sharing)
 
 
 def _found(model: PreTrainedModel) -> Traits:
@@ -106,5 +107,5 @@ def _found(model: PreTrainedModel) -> Traits:
     return replace(read(model), **found, rounds_input=rounds, largest_logit=largest_logit(model))
 
 
-traits = Verdicts(_found, settings_of)
+traits = Verdicts(_found)
 """The traits of a model. It is tried once, and again after its modules, weights or settings were changed."""

@@ -15,8 +15,9 @@ from transformers.pytorch_utils import Conv1D
 from xtok.errors import UnsupportedModelError
 from xtok.models.cache import device_of, new_cache, vocabulary_size
 from xtok.models.modes import Modes, within
+from xtok.models.packed import PackedLinear
 from xtok.models.recurrent import cached_model
-from xtok.models.traits import Verdicts
+from xtok.models.runner import Verdicts, running
 
 
 def check_rows(model: PreTrainedModel, role: str) -> None:
@@ -49,7 +50,7 @@ def _try_layers(model: PreTrainedModel) -> Quantization:
     """Forward a model once, if it has layers that aren't plain, and try each of those: with a few rows, alone and beside
     outliers, and with values that half precision would round away.
     """
-    layers = [layer for layer in _linear_layers(model) if not _is_plain(layer)]
+    layers = [layer for layer in _linear_layers(running(model)) if not _is_plain(layer)]
     mixing, rounding = list[str](), list[bool]()
 
     def compare(layer: nn.Module, states: Tensor, output: Tensor) -> None:
@@ -94,7 +95,7 @@ def _is_plain(layer: nn.Module) -> bool:
     """Whether a layer is torch's or transformers' own, with a weight of torch's own, perhaps with the hooks of accelerate."""
     own: Any = layer
     forward = vars(layer).get("_old_forward", own.forward)
-    return (
+    return isinstance(layer, PackedLinear) or (
         type(layer) in (nn.Linear, Conv1D)
         and type(layer.weight) in (Tensor, nn.Parameter)
         and isinstance(forward, MethodType)

@@ -19,11 +19,11 @@ from transformers import Cache, PreTrainedModel
 from xtok.models import timing
 from xtok.models.cache import CACHE, stacked
 from xtok.models.forwards import Answer, Ask, Parent, wait_for
-from xtok.models.graphs import Graphs, Inputs, state_of
+from xtok.models.graphs import Graphs, Inputs
 from xtok.models.groups import by_positions, grouped, halved, is_wide
 from xtok.models.layers import Layer, View, doubled
 from xtok.models.masks import NewIds, Trees
-from xtok.models.packed import may_infer, running
+from xtok.models.runner import runner_of
 from xtok.models.shapes import CHUNK, Shapes, rounded
 from xtok.models.timing import EXCLUDED, Cost
 from xtok.models.traits import Traits, read
@@ -121,12 +121,15 @@ class SharedCache:
         """
         known = known or read(model)
         self.device, self.dtype, self.vocabulary, self._window = known.device, known.dtype, known.vocabulary, known.window
-        self._model, self._running, self._shapes, self._graphs = model, running(model), shapes, graphs
+        self._model, self._shapes, self._graphs = model, shapes, graphs
+        runner = runner_of(model)
+        self._forwarded: Any = runner.model_of(model)
+        self._infers = runner.infers and graphs is None
+        self.has_graphs = graphs is not None
         self._view = View(rows, capacity, evenly=shapes is not None)
         self._layers = list(map(Layer, repeat(self._view, len(known.layers))))
         self._cache = Cache(layers=list(self._layers))
         self._trees = Trees(known.windows, known.dtype, self.device)
-        self.state = None if graphs is None else state_of(model)
         self._keeps = known.supports_logits_to_keep
         self._hidden_layers = tuple(hidden_layers)
         self._rows: list[SharedSlot | None] = []
@@ -225,8 +228,6 @@ class SharedCache:
         logits, *hidden = [one.clone() if one.is_inference() else one for one in made]  # callers may write to them
         wait_for(logits)
         seconds = timing.perf_counter() - EXCLUDED.seconds - start
-        if self._shapes is not None:
-            self._shapes.served(seconds)
         replayed = self._graphs is not None and self._graphs.replays > before
         cost = Cost((last - first) * width, seconds, len(asks), replayed=replayed)  # padding included
         found = list[Answer]()
@@ -276,9 +277,8 @@ class SharedCache:
         given |= {"output_hidden_states": True} if self._hidden_layers else {}
         given |= {"states": inputs["states"]} if "states" in inputs else {}
         given |= {"logits_to_keep": logits} if self._keeps and logits is not None else {}
-        mode = torch.inference_mode() if self._graphs is None and may_infer(self._model) else nullcontext()
-        with mode, self._running:
-            outputs = self._model(input_ids=ids, position_ids=positions, use_cache=True, return_dict=True, **given)
+        with torch.inference_mode() if self._infers else nullcontext():
+            outputs = self._forwarded(input_ids=ids, position_ids=positions, use_cache=True, return_dict=True, **given)
         return [outputs.logits, *([stacked(outputs, self._hidden_layers)] if self._hidden_layers else [])]
 
     def _grow(self, rows: int, positions: int) -> None:

@@ -5,38 +5,25 @@ always has the same bits if all forward passes have shapes that gave the same bi
 positions that are read depends on the id's position alone.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import ceil, inf, prod
 from threading import Lock, local
-from time import perf_counter
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from xtok.errors import UnsupportedModelError, XTokError
-from xtok.models.cache import context_window
-from xtok.models.findings import Findings, described
-from xtok.models.kernels import check_threads, kernel_state, weights_state
+from xtok.errors import InvalidInputError, UnsupportedModelError, XTokError
+from xtok.models.cache import context_window, device_of
 from xtok.models.shapes import CHUNK, USUAL, Shapes
 from xtok.models.timing import excluded
+from xtok.models.traits import attention_of
 from xtok.models.trials import FEWEST, TRIED, WIDEST, Trials
 
 _WIDTHS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64)
 """How many new ids of each sequence a forward pass may have: few shapes, so that few have to be tried."""
-_SHARE, _NARROW_SHARE, _LEAST_SHARE = 0.1, 1.0, 0.025
-"""How much time trials may take, as a share of the time of a sequence's forward passes. Shapes narrower than the usual one may
-take more, so they come first: most forward passes could have them, and on many machines 16 ids take longer than 4. The widest
-shape, which is seldom used, and shapes with hardly fewer ids than a known one come last.
-"""
-_FEWER = 0.75
-"""A shape with more than this share of another's ids has hardly fewer."""
 _PADDED = 2
-"""A shape for several sequences is tried at once, whatever time that takes, if no known shape would do, or only one with more
-than twice as many ids.
-"""
+"""Up to how many times as many rows as needed are forwarded if fewer gave other bits."""
 _MARGIN = 8
 """The tolerance, in multiples of the largest difference of logits that trials showed between indices of nodes."""
 _CPU_CHUNK = 128
@@ -51,65 +38,55 @@ precision, a few of their bits differ.
 
 @dataclass
 class _Known:
-    """What is known about a model in one state: on its device, with a number of threads and a choice of kernels.
+    """What is known about a model with a number of threads and a choice of kernels.
 
-    `findings`: results of trials. `trials`: runs them. `even`: whether a forward pass may have a single query of attention.
-    `chunk`: how many ids of a prompt are read at once. `fault`: why bits can't be fixed in that state; None if they can.
-    `refused`: the (rows, ids per row) that gave other bits for some number of positions. `failed`: the shapes that couldn't be
-    tried in this process.
+    `even`: whether a forward pass may have a single query of attention. `chunk`: how many ids of a prompt are read at once.
+    `fault`: why bits can't be fixed; None if they can. `agreed`: by (rows, ids per row, cache positions read, positions that
+    ids need), whether a forward pass of that shape gave the usual bits. `tolerance`: None until it is measured.
     """
 
-    findings: Findings
     trials: Trials
     even: bool
     chunk: int
     fault: XTokError | None = None
-    refused: set[tuple[int, int]] = field(default_factory=set)
-    failed: set[tuple[int, int, int, int]] = field(default_factory=set)
-
-    def learn(self) -> None:
-        """Save what was found for other processes, and load what those found."""
-        self.findings.save()
-        self.refused = {shape[:2] for shape, agrees in self.findings.agreed.items() if not agrees and shape[2] == shape[3]}
+    agreed: dict[tuple[int, int, int, int], bool] = field(default_factory=dict)
+    tolerance: float | None = None
 
 
 class StableShapes(Shapes):
     """The fixed shapes of a model's forward passes. They depend only on the model and on what chooses its kernels.
 
-    The usual bits are those of forward passes over 16 ids of one sequence. Another shape is used once trials gave the same
-    bits; until then, a larger one takes its place. Trials take at most a share of the time of forward passes, except that a
-    shape for several sequences is tried at once if no known one would do (`_PADDED`). Results are kept in the user's cache
-    folder. Several threads may share an object: while one tries a shape, the others do without it.
+    The usual bits are those of forward passes over 16 ids of one sequence. Another shape is tried when it is first needed, and
+    used if it gives the same bits; otherwise a larger one takes its place. Several threads may share an object.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Raises `UnsupportedModelError` if even forward passes of one shape give different bits."""
         self._model = model
-        self._found, self._weights = dict[tuple[object, ...], _Known](), weights_state(model)
+        self._found = dict[tuple[object, ...], _Known]()
         self._lock, self._thread = Lock(), local()
-        self._served = self._spent = 0.0
         _check_kind(model)
         self.check()
+        for width in _WIDTHS:
+            self._agrees(1, width, TRIED)
 
     def check(self) -> None:
         """Raises `UnsupportedModelError` or `InvalidInputError` if bits can't be fixed now, as with some numbers of threads.
-        Forward passes then have the usual shape. If weights have changed, everything is tried anew: differences between logits
-        grow with them.
+        Forward passes then have the usual shape.
         """
-        if (weights := weights_state(self._model)) != self._weights:
-            self._found, self._weights = {}, weights
         self.refresh()
         if (fault := self._known.fault) is not None:
             raise fault
 
     def refresh(self) -> None:
-        """Take note of what a caller may have changed. From now on, this thread gets answers for the model as it is now."""
-        state, found = kernel_state(self._model), self._found
-        if state not in found:
-            with self._lock:
-                if state not in found:
-                    found[state] = self._find(state)
-        self._thread.known = found[state]
+        """Take note of what a caller may have changed. From now on, this thread gets answers for torch's settings as they are
+        now.
+        """
+        state = kernel_state(self._model)
+        with self._lock:
+            if state not in self._found:
+                self._found[state] = self._find()
+        self._thread.known = self._found[state]
 
     @property
     def _known(self) -> _Known:
@@ -120,41 +97,27 @@ class StableShapes(Shapes):
 
     @property
     def tolerance(self) -> float:
-        """8 times the largest difference of logits seen after nodes whose index isn't their depth; infinity until measured."""
+        """8 times the largest difference of logits seen after nodes whose index isn't their depth."""
         known = self._known
-        if known.findings.tolerance is None and known.fault is None and self._may_try():
-            with self._trying(known) as may:
-                if may and known.findings.tolerance is None:
-                    known.findings.tolerance = _MARGIN * known.trials.difference()
-        return inf if known.findings.tolerance is None else known.findings.tolerance
+        with self._lock, excluded():
+            if known.tolerance is None:
+                known.tolerance = inf if known.fault else _MARGIN * known.trials.difference()
+        return known.tolerance
 
     @property
     def chunk(self) -> int:
         return self._known.chunk
 
-    def served(self, seconds: float) -> None:
-        self._served += seconds
-
     def padded(self, rows: int, new: int) -> int:
         """How many ids are forwarded for each of `rows` rows if there are `new`, by the shapes tried so far."""
-        refused = self._known.refused
-        return next((width for width in self._widths(rows, new) if (rows, width) not in refused), new)
+        agreed = self._known.agreed
+        return next((width for width in self._widths(rows, new) if agreed.get((rows, width, TRIED, TRIED), True)), new)
 
     def fit(self, rows: int, new: int, seen: int, most: int) -> tuple[int, int] | None:
-        """The least shape known to give the usual bits. A smaller one is tried first if there is time for that, or if most of
-        this one would be padding.
-        """
-        shapes = [(rows, width) for width in self._widths(rows, new)]
-        if not shapes or self._agrees(*shapes[0], seen, may=False):
-            return next(iter(shapes), None)
-        more = [
-            (count, width) for count in range(rows + 1, min(most, _PADDED * rows) + 1) for width in self._widths(count, new)
-        ]
-        known = next((one for one in sorted(shapes + more, key=prod) if self._agrees(*one, seen, may=False)), None)
-        ids = inf if known is None else prod(known)
-        must = rows > 1 and ids > _PADDED * prod(shapes[0])
-        smaller = [one for one in shapes if prod(one) < ids]
-        return next((one for one in smaller if self._agrees(*one, seen, must=must, last=prod(one) > _FEWER * ids)), known)
+        """The least shape that gives the usual bits."""
+        counts = range(rows, min(most, _PADDED * rows) + 1)
+        shapes = [(count, width) for count in counts for width in self._widths(count, new)]
+        return next((one for one in sorted(shapes, key=prod) if self._agrees(*one, seen)), None)
 
     def _widths(self, rows: int, new: int) -> list[int]:
         """The widths that a forward pass may have for `new` ids, the least first."""
@@ -163,81 +126,78 @@ class StableShapes(Shapes):
 
     def widest(self, seen: int) -> int:
         """The most ids of one sequence that a forward pass can have."""
-        if not self._agrees(1, 2 * USUAL, seen):
-            return USUAL
-        return WIDEST if self._agrees(1, WIDEST, seen) else 2 * USUAL
+        return next((width for width in (WIDEST, 2 * USUAL) if self._agrees(1, width, seen)), USUAL)
 
-    def _agrees(self, rows: int, width: int, seen: int, *, may: bool = True, must: bool = False, last: bool = False) -> bool:
-        """Whether this shape is known to give the usual bits. It is tried first if it `may` be and there is time for that, or
-        if it `must` be. `last`: other trials come before this one.
-        """
+    def _agrees(self, rows: int, width: int, seen: int) -> bool:
+        """Whether this shape gives the usual bits."""
         if (rows, width) == (1, USUAL):
             return True
-        known = self._known
-        if rows * width * known.trials.least <= _SMALL:
+        if rows * width * self._known.trials.least <= _SMALL:
             return False
-        if rows > 1 and seen != TRIED and not self._agrees(rows, width, TRIED, may=may, must=must, last=last):
+        if seen != TRIED and not self._agrees(rows, width, TRIED):
             return False
         few = rows if seen == TRIED else min(rows, ceil(FEWEST / width))  # positions change attention, which is of each row
-        is_narrow, is_last = rows == 1 and width < USUAL, last or width == WIDEST
-        share = _NARROW_SHARE if is_narrow else _LEAST_SHARE if is_last else _SHARE
-        return self._tried((few, width, seen, seen), known, may=may and (must or self._may_try(share)))
+        return self._tried((few, width, seen, seen))
 
     def reads_alike(self, seen: int, more: int) -> bool:
-        """Whether a trial of the usual shape gave the same bits for ids that need `seen` positions if `more` are read."""
-        return seen == more or self._tried((1, USUAL, more, seen), self._known)
+        """Whether ids that need `seen` positions have the usual bits if `more` are read, by a trial of the usual shape."""
+        return seen == more or self._tried((1, USUAL, more, seen))
 
-    def _tried(self, shape: tuple[int, int, int, int], known: _Known, *, may: bool = True) -> bool:
-        """Whether a shape gave the usual bits in a trial, which is made if it `may` and wasn't made before."""
-        is_new = shape not in known.findings.agreed and shape not in known.failed
-        if is_new and known.fault is None and may:
-            try:
-                with self._trying(known) as is_free:
-                    if is_free and shape not in known.findings.agreed:
-                        known.findings.agreed[shape] = known.trials.agrees(*shape)
-            except torch.OutOfMemoryError:  # there may be enough another time
-                pass
-            except Exception:  # such as too few positions, or too little memory, which may pass
-                known.failed.add(shape)
-        return known.findings.agreed.get(shape, False)
+    def _tried(self, shape: tuple[int, int, int, int]) -> bool:
+        """Whether a shape gave the usual bits in a trial, which is made now if it wasn't before."""
+        known = self._known
+        with self._lock, excluded():
+            if known.fault is None and shape not in known.agreed:
+                try:
+                    known.agreed[shape] = known.trials.agrees(*shape)
+                except torch.OutOfMemoryError:  # there may be enough another time
+                    return False
+                except Exception:  # such as too few positions
+                    known.agreed[shape] = False
+        return known.agreed.get(shape, False)
 
-    def _may_try(self, share: float = _SHARE) -> bool:
-        """Whether there is time to try something."""
-        return self._spent <= share * self._served
-
-    @contextmanager
-    def _trying(self, known: _Known) -> Iterator[bool]:
-        """Count the time of a trial, which other processes may have made meanwhile, and keep what it gave. Yields False if
-        another thread tries something.
-        """
-        if not self._lock.acquire(blocking=False):
-            yield False
-            return
-        start = perf_counter()
+    def _find(self) -> _Known:
+        """What is known about the model as torch's settings are now, after first trials."""
+        device, even = device_of(self._model), attention_of(self._model) == "sdpa"  # others get as few queries as there are
+        known = _Known(Trials(self._model), even, _CPU_CHUNK if device.type == "cpu" else CHUNK)
         try:
+            _check_threads(device)
             with excluded():
-                known.findings.load()
-                yield True
-                known.learn()
-        finally:
-            self._spent += perf_counter() - start
-            self._lock.release()
-
-    def _find(self, state: tuple[Any, ...]) -> _Known:
-        """What is known about the model in this `state`, from other processes' files, or from first trials."""
-        device, _, attention, *_ = state
-        even = attention == "sdpa"  # others get as few queries as there are
-        chunk = _CPU_CHUNK if device.type == "cpu" else CHUNK
-        known = _Known(Findings(described(self._model, state)), Trials(self._model), even, chunk)
-        try:
-            check_threads(device)
-            if not known.findings.load():
-                with excluded():
-                    known.trials.check_bits()
-            known.learn()
+                known.trials.check_bits()
         except XTokError as error:
             known.fault = error
         return known
+
+
+def kernel_state(model: PreTrainedModel) -> tuple[Any, ...]:
+    """The settings by which torch chooses kernels. Equal ones give the same bits."""
+    device, found = device_of(model), torch.backends
+    cuda: Any = found.cuda  # which attention is set there goes for all devices
+    attention = [cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()]
+    matmul: Any = cuda.matmul
+    halves = [matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction]
+    halves += [getattr(matmul, "allow_fp16_accumulation", None)]
+    mkldnn: Any = found.mkldnn
+    libraries = [cuda.preferred_blas_library(), mkldnn.enabled, getattr(mkldnn, "deterministic", None)]
+    libraries += [found.cudnn.benchmark, torch.are_deterministic_algorithms_enabled()]
+    if hasattr(found, "fp32_precision"):  # the older name raises `RuntimeError` if that was chosen by a newer one
+        rounding = [one.fp32_precision for one in (found, matmul, mkldnn.matmul)]
+    else:
+        rounding = [torch.get_float32_matmul_precision()]
+    autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
+    return torch.get_num_threads(), *attention, *halves, *libraries, *rounding, autocast
+
+
+def _check_threads(device: torch.device) -> None:
+    """Raises `InvalidInputError` for a number of threads that isn't a power of two. It would split tensors in the middle of a
+    vector, and torch computes the rest of a thread's part by functions whose last bits differ.
+    """
+    threads = torch.get_num_threads()
+    if device.type == "cpu" and threads & (threads - 1):
+        raise InvalidInputError(
+            f"torch uses {threads} threads, but results are independent of the rest of a batch only with a power of two. Call "
+            f"torch.set_num_threads({1 << threads.bit_length() - 1})."
+        )
 
 
 def _check_kind(model: PreTrainedModel) -> None:

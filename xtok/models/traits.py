@@ -1,11 +1,8 @@
 """What is known of a model: what its configuration and weights say, and what trying it showed."""
 
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
-from typing import Any, Generic, TypeVar
-from weakref import WeakKeyDictionary, ref
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,10 +21,9 @@ from xtok.models.cache import (
     supports_logits_to_keep,
     vocabulary_size,
 )
+from xtok.models.packed import HALF
 from xtok.models.rope import dynamic_boundary, longrope_boundary
-from xtok.models.single import HALF
 
-T = TypeVar("T")
 _ROUNDINGS = {True: 4, False: 128}
 """Estimates, in half precision and above, of how much the gap between two ids' logits may change between forward passes over
 one row and over many, in rounding steps of the largest logit. SmolLM2 135M had at most 2.0 in bfloat16, 2.8 in float16 and 65
@@ -142,82 +138,8 @@ def read(model: PreTrainedModel) -> Traits:
     )
 
 
-_REFRESHES = WeakKeyDictionary[PreTrainedModel, int]()
-"""How often what was found out about a model was dropped."""
-
-
-def forget_verdicts(model: PreTrainedModel) -> None:
-    """Let everything that was found out about a model be found out anew."""
-    _REFRESHES[model] = _REFRESHES.get(model, 0) + 1
-
-
-@contextmanager
-def _trying(model: PreTrainedModel) -> Iterator[None]:
-    """Run a compiled model uncompiled: compiled code may lack hooks, or keep them, and shapes to compile for are limited. Let a
-    multimodal model forget its latest image, by which it would shift positions.
-    """
-    shifts = [module for module in model.modules() if isinstance(getattr(module, "rope_deltas", None), Tensor)]
-    before = [module.rope_deltas for module in shifts]
-    try:
-        for module in shifts:
-            module.rope_deltas = None  # type: ignore[assignment]
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        for module, value in zip(shifts, before, strict=True):
-            module.rope_deltas = value
-
-
-class Verdicts(Generic[T]):
-    """Caches what `find` returns for each model, until the model changes. Threads may share it; two may compute the same."""
-
-    def __init__(self, find: Callable[[PreTrainedModel], T], key: Callable[[PreTrainedModel], Hashable] | None = None) -> None:
-        """`find`: computes the verdict; its errors aren't kept. `key`: what that depends on besides modules and weights."""
-        self._find, self._key = find, key
-        self._kept: WeakKeyDictionary[PreTrainedModel, tuple[Any, T]] = WeakKeyDictionary()
-
-    def __call__(self, model: PreTrainedModel) -> T:
-        """The verdict on `model`, computed if there is none or the model was changed since."""
-        state = _parts(model), _REFRESHES.get(model, 0), None if self._key is None else self._key(model)
-        kept = self._kept.get(model)
-        if kept is not None and kept[0] == state:
-            return kept[1]
-        with _trying(model):
-            verdict = self._find(model)
-        self._kept[model] = state, verdict
-        return verdict
-
-
-def _parts(model: PreTrainedModel) -> tuple[Any, ...]:
-    """The modules, weights and buffers of a model: others after one was replaced or converted to another dtype.
-
-    Weights that are fetched for each forward pass are new objects after each, on no device.
-    """
-    modules, weights, dtypes = list[Any](), list[Any](), list[torch.dtype]()
-    left, seen = [model], {None, model}
-    while left:
-        module: Any = left.pop()
-        modules.append(ref(module))
-        for name, weight in module._parameters.items():
-            if weight is not None:
-                weights.append((name, weight.dtype, tuple(weight.shape) if weight.is_meta else id(weight)))
-        dtypes += [buffer.dtype for buffer in module._buffers.values() if buffer is not None]
-        for child in module._modules.values():
-            if child not in seen:
-                seen.add(child)
-                left.append(child)
-    return modules, weights, dtypes
-
-
 def attention_of(model: PreTrainedModel) -> str:
     return str(model.config.get_text_config(decoder=True)._attn_implementation)
-
-
-def settings_of(model: PreTrainedModel) -> tuple[Any, ...]:
-    """What the traits of a model depend on besides its modules and weights: its configuration, and where it is."""
-    modules = model.modules() if hasattr(model, "_hf_hook") else ()
-    hooks = [getattr(getattr(module, "_hf_hook", None), "execution_device", None) for module in modules]
-    return model.device, hooks, str(vars(model.config.get_text_config(decoder=True)))
 
 
 def layer_windows(cache: Cache) -> list[int | None]:

@@ -1,7 +1,7 @@
 """Trials: forwards a model in several shapes, and compares the bits of the results."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from xtok.errors import UnsupportedModelError
-from xtok.models.cache import context_window, ids_read
+from xtok.models.cache import context_window, ids_read, new_cache
+from xtok.models.cached_model import CachedModel
 from xtok.models.forwards import Ask
-from xtok.models.packed import running
+from xtok.models.packed import HALF, PackedLinear, packed_layers
+from xtok.models.runner import copied, running
 from xtok.models.shapes import USUAL, Shapes
 from xtok.models.shared_cache import SharedCache
 
@@ -50,19 +52,24 @@ _UNEQUAL = (
 
 
 class Trials:
-    """Forward passes that find out which shapes give a model's usual bits."""
+    """Forward passes that find out which shapes give a model's usual bits. They run few of its layers, one of each kind, since
+    the others have matrices of the same shapes, for which the same kernels are chosen.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
+        self._whole, self._model = model, _shallow(model)
         self._size = ids_read(model)
-        self._layers = _layers(model)
-        self._narrow = _narrow_layers(model)
+        self._layers = _layers(self._model)
+        self._narrow = _narrow_layers(self._model)
         self.least = min((inputs * outputs for inputs, outputs in self._layers), default=0)
 
     @cached_property
     def _filled(self) -> SharedCache:
+        return self._made(self._model)
+
+    def _made(self, model: PreTrainedModel) -> SharedCache:
         """A cache with some ids in its first row."""
-        made = SharedCache(self._model)
+        made = SharedCache(model)
         made.serve([Ask(made.join(), self._ids(0, min(_READ, self._base(TRIED))), 1)])
         return made
 
@@ -71,24 +78,25 @@ class Trials:
         usual, base = _OneShape(USUAL, TRIED), self._base(TRIED)
         at_once, in_parts = (self._forwarded(1, base, usual, pieces) for pieces in ([USUAL], _PIECES))
         logits = at_once[0][0, :_NODES]
-        name = type(self._model).__name__
+        name = type(self._whole).__name__
         if not logits.isfinite().any():
             raise UnsupportedModelError(f"The logits of {name} are NaN or infinite. Load it in a higher precision.")
-        if not _same(at_once, in_parts) or not torch.equal(self._branched(base, 0, _OTHERS[-1]), logits):
+        if not _same(at_once, in_parts) or not torch.equal(self._branched(self._filled, base, 0, _OTHERS[-1]), logits):
             raise UnsupportedModelError(_UNEQUAL.format(name, torch.get_num_threads()))
 
     def difference(self) -> float:
         """The largest difference of logits between indices of nodes, but at least the rounding step of the largest logit;
         infinity for a model with too few positions to try.
         """
+        filled = self._made(self._whole)  # differences grow with each layer
         found, largest = 0.0, torch.finfo(self._model.dtype).max / 2  # some models give ids that they mask the least number
         contexts = [base for base in _CONTEXTS if base <= self._base(TRIED)]
         for base in contexts:
-            alone = self._branched(base, 0, 0).double()
+            alone = self._branched(filled, base, 0, 0).double()
             numbers = alone.abs() < largest
             if not numbers.any():
                 return inf
-            changes = [(self._branched(base, others, 0).double() - alone)[numbers].abs().max() for others in _OTHERS]
+            changes = [(self._branched(filled, base, others, 0).double() - alone)[numbers].abs().max() for others in _OTHERS]
             found = max(found, *map(float, changes), torch.finfo(self._model.dtype).eps * float(alone[numbers].abs().max()))
         return found if contexts and found < inf else inf
 
@@ -96,7 +104,7 @@ class Trials:
         """Whether a shape that reads `seen` positions gives the bits of the usual shape that reads `least`, for all its ids, in
         several forward passes if it has few.
         """
-        if not all(adds_alike(rows * width, *kind) for kind in self._narrow):
+        if not all(adds_alike(rows * width, kind) for kind in self._narrow):
             return False
         base, new = self._base(least), max(width, min(USUAL, _TIMES * width))
         if least < seen:
@@ -134,10 +142,10 @@ class Trials:
             logits.append(torch.stack([answers[row].logits for row in tried]))
         return [torch.cat(logits, dim=1), *(part[tried, :, base : base + sum(pieces)] for part in cache.parts)]
 
-    def _branched(self, base: int, before: int, after: int) -> Tensor:
+    def _branched(self, filled: SharedCache, base: int, before: int, after: int) -> Tensor:
         """The logits of a chain of ids, (ids, vocabulary), with `before` and `after` nodes of other chains around it."""
         shape = _OneShape(USUAL, TRIED)
-        slot = self._filled.tiled(1, base, shape.positions + 1, shape).join()
+        slot = filled.tiled(1, base, shape.positions + 1, shape).join()
         slot.length = base
         ids, parents = list[int](), list[int]()
         for chain in (self._ids(0, before), self._ids(_READ, _NODES), self._ids(0, after)):
@@ -149,11 +157,12 @@ class Trials:
 
 
 @torch.no_grad()
-def adds_alike(rows: int, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a linear layer gives the bits of the usual number of rows if it gets `rows` rows. The terms of its sums nearly
-    cancel, so that most of what rounding does to them is seen.
+def adds_alike(rows: int, like: nn.Linear | PackedLinear) -> bool:
+    """Whether a linear layer of this kind gives the bits of the usual number of rows if it gets `rows` rows. The terms of its
+    sums nearly cancel, so that most of what rounding does to them is seen.
     """
     random = torch.Generator(device="cpu").manual_seed(0)
+    inputs, outputs, device, dtype = like.in_features, like.out_features, like.weight.device, like.weight.dtype
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=random, dtype=torch.float32, device="cpu")
@@ -163,13 +172,11 @@ def adds_alike(rows: int, inputs: int, outputs: int, dtype: torch.dtype, device:
     given = torch.cat([terms, terms * (1 + drawn(count, pairs) / 128), 0 * drawn(count, odd)], dim=1).to(device, dtype)
     layer: Any = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False, device=device, dtype=dtype)  # type: ignore[no-untyped-call]
     layer.weight.copy_(torch.cat([weights, -weights, drawn(outputs, odd)], dim=1))
-    for context in (nullcontext(), running(layer)):
-        with context:
-            usual = torch.cat([layer(given[start : start + USUAL]) for start in range(0, count, USUAL)])
-            found = torch.cat([layer(given[start : start + rows]) for start in range(0, count - rows + 1, rows)])
-        if not torch.equal(found, usual[: len(found)]):
-            return False
-    return True
+    if isinstance(like, PackedLinear):
+        layer = packed_layers([layer]).get(layer, layer)
+    usual = torch.cat([layer(given[start : start + USUAL]) for start in range(0, count, USUAL)])
+    found = torch.cat([layer(given[start : start + rows]) for start in range(0, count - rows + 1, rows)])
+    return torch.equal(found, usual[: len(found)])
 
 
 @dataclass(frozen=True)
@@ -189,6 +196,36 @@ class _OneShape(Shapes):
         return self.ids
 
 
+def _shallow(model: PreTrainedModel) -> PreTrainedModel:
+    """The model as it runs, with as many of its layers as it takes to have each kind; the model itself if it can't be cut."""
+    whole: Any = running(model)
+    config = whole.config
+    count = getattr(config, "num_hidden_layers", 0)
+    stacks = [one for one in whole.modules() if isinstance(one, nn.ModuleList) and len(one) == count]
+    named = list(getattr(config, "layer_types", None) or [""] * count)
+    if len(stacks) != 1 or len(named) != count:
+        return model
+    kinds = [(name, str(layer), *map(_shapes, layer.modules())) for name, layer in zip(named, stacks[0], strict=True)]
+    last = max(map(kinds.index, kinds))
+    try:
+        cut = copy(config)
+        cut.num_hidden_layers = last + 1
+        if getattr(config, "layer_types", None):
+            cut.layer_types = named[: last + 1]
+        made: Any = copied(whole, {stacks[0]: nn.ModuleList(stacks[0][: last + 1])})
+        for module in made.modules():
+            if vars(module).get("config") is config:
+                vars(module)["config"] = cut
+        CachedModel(made, new_cache(made)).forward(torch.tensor([[0, 1]], dtype=torch.int64, device=made.device), rows=1)
+    except Exception:  # its code or its configuration counts layers in another way
+        return model
+    return made  # type: ignore[no-any-return]
+
+
+def _shapes(module: nn.Module) -> str:
+    return str([(name, part.shape, part.dtype) for name, part in module.named_parameters(recurse=False)])
+
+
 def _layers(model: PreTrainedModel) -> list[tuple[int, int]]:
     """How many inputs and outputs each linear layer has, whatever its weights are packed into."""
     names = ("in_features", "out_features"), ("nx", "nf")  # the latter are those of GPT-2
@@ -196,11 +233,16 @@ def _layers(model: PreTrainedModel) -> list[tuple[int, int]]:
     return [(inputs, outputs) for inputs, outputs in sizes if isinstance(inputs, int) and isinstance(outputs, int)]
 
 
-def _narrow_layers(model: PreTrainedModel) -> list[tuple[int, int, torch.dtype, torch.device]]:
-    """The inputs, outputs, precision and device of linear layers with few inputs, each kind once."""
-    weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear) and module.in_features < _NARROW]
-    halves = [one for one in weights if one.dim() == 2 and one.dtype in (torch.bfloat16, torch.float16)]
-    return list(dict.fromkeys((one.shape[1], one.shape[0], one.dtype, one.device) for one in halves))
+def _narrow_layers(model: PreTrainedModel) -> list[nn.Linear | PackedLinear]:
+    """Linear layers with few inputs in half precision, one of each kind."""
+    found = dict[Any, nn.Linear | PackedLinear]()
+    for one in model.modules():
+        if not isinstance(one, nn.Linear | PackedLinear) or one.in_features >= _NARROW:
+            continue
+        weight = one.weight
+        if weight.dim() == 2 and weight.dtype in HALF:
+            found[type(one), weight.shape, weight.dtype, weight.device] = one
+    return list(found.values())
 
 
 def _parts(ids: int, most: int) -> list[int]:

@@ -14,7 +14,6 @@ from zipfile import BadZipFile, ZipFile
 from filelock import FileLock
 
 from xtok.errors import InvalidInputError
-from xtok.models.findings import cache_folder
 from xtok.models.gguf import check_installed, is_gguf
 from xtok.models.load import load
 from xtok.results.progress import busy
@@ -27,6 +26,18 @@ CONVERTED = 1
 """The version of the conversion. Models converted by another are fetched again."""
 _MANIFEST = "xtok.json"
 _INSTEAD = "Without it: --pair aozora, which ships, or a model of your own by --target."
+
+
+def cache_folder() -> Path | None:
+    """The folder for files kept between processes: `XTOK_CACHE`, or `xtok` in the user's cache folder; None without a home."""
+    if named := os.environ.get("XTOK_CACHE"):
+        return Path(os.path.expanduser(named))
+    if named := os.environ.get("XDG_CACHE_HOME"):
+        return Path(named) / "xtok"
+    try:
+        return Path.home() / ".cache" / "xtok"
+    except RuntimeError:
+        return None
 
 
 def fetched() -> Path:

@@ -24,6 +24,7 @@ from xtok.models.cache_set import CacheSet, Slots
 from xtok.models.forwards import together
 from xtok.models.load import Source, draft_model
 from xtok.models.modes import Modes, within
+from xtok.models.runner import renewed
 
 CHAINS = Budget(width=2)
 """The default budget. Drafting 2 paths, of which the most likely becomes the chain, gave the pair that ships 1.90 ids per step;
@@ -117,6 +118,7 @@ class DraftEngine:
             raise InvalidInputError(f"draft is {draft!r}; give what guesses from ids alone, such as a model or PromptLookup().")
         models = {i: draft_model(one) for i, one in enumerate(given) if not is_drafting(one)}
         self._drafts = as_drafts(given, models, self._vocabulary)
+        self._models = [one.model for one in models.values()]
         self._policy = Policy([DraftPolicy() for _ in given])
         self._caches = CacheSet()  # without CUDA graphs: the other engine may be capturing its own
         self._texts: dict[DraftedText, None] = {}
@@ -135,6 +137,8 @@ class DraftEngine:
         ids = _ids("ids", ids, self._vocabulary.size)
         if not ids:
             raise InvalidInputError("The text has no ids. Give at least one, such as the token that begins texts.")
+        for model in self._models:
+            renewed(model)
         self._step.is_pure = False  # this step reads the new text's prompt, or leaves the text out
         slots = Slots(self._caches)
         request = Request(self._vocabulary, Meter(), end=self._end, slots=slots)

@@ -9,7 +9,7 @@ from threading import Condition, Thread
 from time import perf_counter
 from traceback import walk_stack, walk_tb
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from xtok.assisted import XTokAssisted
 from xtok.decoding.arguments import check_batch_size
@@ -20,9 +20,7 @@ from xtok.decoding.setup import Setup
 from xtok.decoding.start import start
 from xtok.errors import EngineClosedError, EngineFullError, InvalidInputError, UnsupportedArgumentError
 from xtok.models.cache_set import CacheSet
-from xtok.models.kernels import model_state
 from xtok.models.modes import current, within
-from xtok.models.packed import refresh_packed
 from xtok.models.prompts import KnownPrompt, Prompt
 from xtok.models.shapes import CHUNK
 from xtok.results.generation import Generation, finished
@@ -53,12 +51,11 @@ class EngineStats:
 
 @dataclass(eq=False)
 class _Shared:
-    """What requests share until models are changed. `state`: the target's when kept prefixes were last found to hold."""
+    """What requests share until models are changed."""
 
     setup: Setup
     memory: Memory | None
     caches: CacheSet
-    state: tuple[Any, ...] | None = None
 
 
 @dataclass(eq=False)
@@ -247,8 +244,6 @@ class Engine:
         with self._changed:
             self._changed.wait_for(lambda: self._running or self._waiting or self._closing)
             self._drop_cancelled()
-        if self._waiting and not self._running:  # models may have been changed since something ran
-            self._look(self._waiting[0].shared)
         new = list[Sequence]()
         while (entry := self._next()) is not None:
             try:
@@ -267,16 +262,6 @@ class Engine:
                 return None
             self._running.append(self._waiting.popleft())
             return self._running[-1]
-
-    def _look(self, shared: _Shared) -> None:
-        """Drop from the caches what was computed before the weights or the kernels were changed, if that can be detected."""
-        if shared.setup.captures:
-            shared.caches.empty()
-        for model in shared.setup.models:
-            refresh_packed(model)
-        if shared.caches.keeps and (state := model_state(shared.setup.target.model)) != shared.state:
-            shared.caches.forget()
-            shared.state = state
 
     def _sequences(self) -> list[Sequence]:
         return [entry.sequence for entry in self._running if entry.sequence is not None]
