@@ -182,7 +182,7 @@ def test_processors_that_leave_no_token_are_reported() -> None:
 @pytest.mark.parametrize("acceptance", ["rejection", "typical"])
 def test_other_ways_to_accept_leave_greedy_texts_alone_and_say_that_sampled_ones_are_not_the_targets(acceptance: Any) -> None:
     thresholds = {"posterior_threshold": 1e-200, "posterior_alpha": 1e-200} if acceptance == "typical" else {}
-    xt = XTokAssisted((TARGET, TOKENS), DRAFT, acceptance=acceptance, **thresholds)
+    xt = XTokAssisted((TARGET, TOKENS), DRAFT, acceptance=acceptance, budget=TREE, **thresholds)
     greedy = {"do_sample": False, "max_new_tokens": 16}
     assert xt.generate("吾輩は", **greedy).token_ids == ALONE.generate("吾輩は", **greedy).token_ids
     assert xt.generate("吾輩は", **greedy).stats.exact and ALONE.generate("吾輩は", **SETTINGS).stats.exact

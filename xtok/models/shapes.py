@@ -29,9 +29,6 @@ class Shapes:
     def refresh(self) -> None:
         """Take note of what a caller may have changed since the last call."""
 
-    def served(self, seconds: float) -> None:
-        """Called with the seconds of each forward pass."""
-
     def seen(self, positions: int) -> int:
         """How many positions of each row a forward pass reads if a sequence has `positions`."""
         return rounded(positions)
