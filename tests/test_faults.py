@@ -117,6 +117,8 @@ INSTANCES = {
 @given(
     st.sampled_from(sorted(INSTANCES)), st.sampled_from(sorted(SETTINGS)), st.sampled_from(sorted(FAULTS)), st.integers(0, 30)
 )
+@example(("another tokenizer", 4), "greedy", "all NaN", 0)  # found here: one that overflowed looked like one without guesses
+@example(("another tokenizer", 1), "sampled", "infinite", 0)
 def test_a_draft_model_that_fails_at_any_call_costs_speed_only(key: tuple[str, int], mode: str, fault: str, when: int) -> None:
     """Law 7: failing guesses cost speed only. One warning says so, and the next generation asks it again."""
     xt = INSTANCES[key]
@@ -125,9 +127,11 @@ def test_a_draft_model_that_fails_at_any_call_costs_speed_only(key: tuple[str, i
         generation, warned = answer(xt, mode)
     assert generation.token_ids == ALONE[mode]
     failed = generation.stats.draft_error is not None
+    if failed and ("NaN" in fault or fault == "infinite"):
+        assert generation.stats.draft_error.startswith("ArithmeticError: its logits hold NaN or infinity")
     assert warned == [DraftFailedWarning] * failed
     if fault in TOLD:
-        assert failed == (len(calls) > when) or mode == "sampled", "a failure after a last guess is nobody's loss"
+        assert failed == (len(calls) > when) or (mode == "sampled" and when), "a failure after a last guess is nobody's loss"
     after, warned = answer(xt, mode)
     assert after.token_ids == ALONE[mode]
     assert after.stats.draft_error is None
@@ -135,7 +139,7 @@ def test_a_draft_model_that_fails_at_any_call_costs_speed_only(key: tuple[str, i
     assert not warned
 
 
-@pytest.mark.parametrize(("fault", "when"), [("RuntimeError", 5), ("all NaN", 0), ("too few ids", 1)])
+@pytest.mark.parametrize(("fault", "when"), [("RuntimeError", 5), ("all NaN", 0)])
 def test_rejection_sampling_ends_well_though_its_draft_fails(fault: str, when: int) -> None:
     xt = XTokAssisted((TARGET, TOKENS), (OTHER, BYTES), acceptance="rejection", budget=TREE_3)
     expected = answer(xt, "sampled")[0].token_ids
@@ -428,13 +432,3 @@ def test_eight_threads_get_what_each_would_get_alone() -> None:
             assert list(pool.map(answer_all, range(8))) == [[]] * 8
     finally:
         sys.setswitchinterval(interval)
-
-
-@pytest.mark.parametrize(("fault", "mode", "width"), [("all NaN", "greedy", 4), ("infinite", "sampled", 1)])
-def test_a_draft_that_says_nothing_but_nan_is_reported(fault: str, mode: str, width: int) -> None:
-    """Found here: a draft that overflowed in half precision looked like one that had no guesses."""
-    with failing(OTHER, 0, FAULTS[fault]):
-        generation, warned = answer(INSTANCES["another tokenizer", width], mode)
-    assert generation.stats.draft_error.startswith("ArithmeticError: its logits hold NaN or infinity")
-    assert warned == [DraftFailedWarning]
-    assert generation.token_ids == ALONE[mode]
