@@ -79,54 +79,41 @@ def test_arguments_of_a_chat_reach_the_drafts_template() -> None:
     assert seen[0][0, : len(own)].tolist() == own
 
 
-REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "a message without a role": ([{"content": "a"}], {}, r"Message 1 of the chat has no role.*'role': 'user'"),
-    "a role that is no text": (
-        [*CHAT, {"role": 5, "content": "a"}],
-        {},
-        r"Message 2 of the chat has the role 5; it must be a text",
-    ),
-    "a message that is no list": (
-        CHAT[0],
-        {},
-        r"The prompt is one message, \{'role': .*Put it in a list: generate\(\[message\]\)",
-    ),
-    "tools for a text": (PROMPT, {"tools": [weather]}, r"tools is for chats, and the prompt is a text"),
-    "thinking for ids": ([5, 6], {"enable_thinking": True}, r"enable_thinking is for chats, and the prompt is token ids"),
-    "what is no set of arguments": (CHAT, {"chat_template_kwargs": ["mood"]}, r"chat_template_kwargs is \['mood'\]"),
-    "what xtok decides": (CHAT, {"chat_template_kwargs": {"tokenize": False}}, r"tokenize can't be set.*Leave it out"),
-    "what xtok gives the tokenizer": (
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    ([{"content": "a"}], {}, r"Message 1 of the chat has no role.*'role': 'user'"),
+    ([*CHAT, {"role": 5, "content": "a"}], {}, r"Message 2 of the chat has the role 5; it must be a text"),
+    (CHAT[0], {}, r"The prompt is one message, \{'role': .*Put it in a list: generate\(\[message\]\)"),
+    (PROMPT, {"tools": [weather]}, r"tools is for chats, and the prompt is a text"),
+    ([5, 6], {"enable_thinking": True}, r"enable_thinking is for chats, and the prompt is token ids"),
+    (CHAT, {"chat_template_kwargs": ["mood"]}, r"chat_template_kwargs is \['mood'\]"),
+    (CHAT, {"chat_template_kwargs": {"tokenize": False}}, r"tokenize can't be set.*Leave it out"),
+    (
         CHAT,
         {"chat_template_kwargs": {"tokenizer_kwargs": {"padding": "max_length", "max_length": 99}}},
         r"tokenizer_kwargs can't be set",
     ),
-    "what a template refuses": (
-        CHAT,
-        {"chat_template_kwargs": {"chat_template": "{{ raise_exception('no users') }}"}},
-        r"chat template.*no users",
-    ),
-    "control tokens for a chat": (CHAT, {"split_special_tokens": True}, r"split_special_tokens is for texts"),
-    "control tokens for ids": ([5, 6], {"split_special_tokens": False}, r"split_special_tokens is for texts"),
-    "several rows": (torch.tensor([[5, 6], [7, 8]]), {}, r"ids of 2 texts.*a list of prompts"),
-    "several texts": (TOKENS(PROMPTS[:2]), {}, r"ids of 2 texts.*a list of prompts"),
-    "ids that are no whole numbers": (torch.tensor([0.5]), {}, r"0\.5.*whole numbers"),
-    "no ids": (torch.tensor([], dtype=torch.int64), {}, r"no ids"),
-    "ids beyond the vocabulary": ([5, 99999], {}, r"the id 99999"),
-    "ids beyond all": ([5, 1 << 70], {}, r"whole numbers"),
-    "ids below 0": ([-1], {}, r"the id -1"),
-    "one number": (torch.tensor(5), {}, r"whole numbers"),
-    "a mask of another length": ({"input_ids": [5, 6], "attention_mask": [1]}, {}, r"attention_mask.*1.*2"),
-    "pictures": ({"input_ids": [5, 6], "pixel_values": [1]}, {}, r"pixel_values"),
-    "an encoding without ids": ({"input_ids": None}, {}, r"Give a list of whole numbers"),
-    "an encoding of a number": ({"input_ids": 5}, {}, r"Give a list of whole numbers"),
-    "a mask that is a number": ({"input_ids": [5, 6], "attention_mask": 5}, {}, r"Give a list of whole numbers"),
-    "ids beside a text": ([5, PROMPT], {}, r"The prompt is 5\. Pass a text"),
-}
+    (CHAT, {"chat_template_kwargs": {"chat_template": "{{ raise_exception('no users') }}"}}, r"chat template.*no users"),
+    (CHAT, {"split_special_tokens": True}, r"split_special_tokens is for texts"),
+    ([5, 6], {"split_special_tokens": False}, r"split_special_tokens is for texts"),
+    (torch.tensor([[5, 6], [7, 8]]), {}, r"ids of 2 texts.*a list of prompts"),
+    (TOKENS(PROMPTS[:2]), {}, r"ids of 2 texts.*a list of prompts"),
+    (torch.tensor([0.5]), {}, r"0\.5.*whole numbers"),
+    (torch.tensor([], dtype=torch.int64), {}, r"no ids"),
+    ([5, 99999], {}, r"the id 99999"),
+    ([5, 1 << 70], {}, r"whole numbers"),
+    ([-1], {}, r"the id -1"),
+    (torch.tensor(5), {}, r"whole numbers"),
+    ({"input_ids": [5, 6], "attention_mask": [1]}, {}, r"attention_mask.*1.*2"),
+    ({"input_ids": [5, 6], "pixel_values": [1]}, {}, r"pixel_values"),
+    ({"input_ids": None}, {}, r"Give a list of whole numbers"),
+    ({"input_ids": 5}, {}, r"Give a list of whole numbers"),
+    ({"input_ids": [5, 6], "attention_mask": 5}, {}, r"Give a list of whole numbers"),
+    ([5, PROMPT], {}, r"The prompt is 5\. Pass a text"),
+]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_prompt_is_refused_before_any_work(name: str) -> None:
-    prompt, arguments, reported = REFUSED[name]
+@pytest.mark.parametrize(("prompt", "arguments", "reported"), REFUSED)
+def test_what_is_no_prompt_is_refused_before_any_work(prompt: Any, arguments: dict[str, Any], reported: str) -> None:
     with forwards(TARGET, OTHER) as seen, pytest.raises(InvalidInputError, match=reported):
         XT.generate(prompt, **arguments, **GREEDY)
     assert not seen

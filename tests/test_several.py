@@ -218,7 +218,7 @@ class Remembers:
         return self.started[-1]
 
 
-@pytest.mark.parametrize("way", ["list", "batch", "samples"])
+@pytest.mark.parametrize("way", ["batch", "samples"])
 def test_a_draft_of_the_callers_own_starts_a_drafter_for_each_text_and_shows_it_that_text_alone(way: str) -> None:
     draft = Remembers()
     xt = XTokAssisted((TARGET, TOKENS), [draft], budget=TREE_3)
@@ -226,9 +226,6 @@ def test_a_draft_of_the_callers_own_starts_a_drafter_for_each_text_and_shows_it_
         inputs = padded([[5, 6, 9], [7, 8]])
         texts = TARGET.generate(**inputs, custom_generate=xt, pad_token_id=0, **GREEDY).tolist()
         texts[1] = texts[1][1:]  # no draft is shown the padding
-    elif way == "list":
-        made = xt.generate(PROMPTS, **GREEDY)
-        texts = [prompt_ids(TOKENS, prompt) + one.token_ids for prompt, one in zip(PROMPTS, made, strict=True)]
     else:
         made = xt.generate("吾輩は", **{**GREEDY, "do_sample": True, "num_return_sequences": 3, "seed": 3})
         texts = [prompt_ids(TOKENS, "吾輩は") + one.token_ids for one in made]
@@ -236,11 +233,6 @@ def test_a_draft_of_the_callers_own_starts_a_drafter_for_each_text_and_shows_it_
     for drafter, text in zip(draft.started, texts, strict=True):
         assert drafter.seen
         assert all(text[: len(ids)] == ids for ids in drafter.seen)
-
-
-# texts of an instance
-
-PROMPTS = ["吾輩は", "The quick brown", "🍣", "メロス"]
 
 
 # guesses after a carried token
