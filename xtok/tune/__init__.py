@@ -26,12 +26,9 @@ from xtok.tune.draft import loss_of, rate_for, trains_by_lora, with_lora
 from xtok.tune.examples import training_examples
 from xtok.tune.heads import TrainedHeads, train_heads
 from xtok.tune.training import check, fit, per_forward
-from xtok.tune.writing import beginnings, check_written, split, write
+from xtok.tune.writing import given_prompts, split, write
 
 __all__ = ["TrainedHeads", "Tuned", "split", "train_heads", "tune_draft"]
-
-_MOST = 40
-"""On how many beginnings of prompts tokens per forward pass are measured, at most."""
 
 
 @dataclass(frozen=True)
@@ -89,24 +86,21 @@ def tune_draft(
     path = Path(out)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise InvalidInputError(f"{out} is not empty. Choose another folder for the draft.")
-    stopping, kept, learnt = split(prompts)
     arguments: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampled": sampled}
     arguments |= {} if temperature is None else {"temperature": temperature}
     pair = load(target, "target")
     learner = draft_model(draft, beside=device_of(pair[0]))
     lora = trains_by_lora(learner.model, lora)
-    check_written(pair, [*stopping, *kept, *learnt], arguments)
+    stopping, kept, learnt = given_prompts(pair, prompts, starts, arguments, chats=False)
     path.mkdir(parents=True, exist_ok=True)
-    apart = {*beginnings(stopping, starts), *beginnings(kept, starts)}
-    texts = write(pair, [one for one in beginnings(learnt, starts) if one not in apart], **arguments)
+    texts = write(pair, learnt, **arguments)
     view = token_bytes(pair[1])
     rows = training_examples(learner, view, texts)
     own = vars(projection(view, learner.vocabulary.view))
     seen = Projection(**{name: part.to(learner.model.device) for name, part in own.items()})
 
     def measured(model: PreTrainedModel, texts: Sequence[str] = stopping) -> tuple[float, dict[str, float]]:
-        some = beginnings(texts, starts)[:: -(-len(texts) * starts // _MOST)]  # evenly spread
-        return per_forward(pair, (model, learner.vocabulary.tokenizer), some, **arguments)
+        return per_forward(pair, (model, learner.vocabulary.tokenizer), texts, **arguments)
 
     with stage("measuring the draft as it is"):
         first, _ = measured(learner.model)

@@ -29,7 +29,7 @@ from xtok.models.timing import timed
 from xtok.results.progress import stage
 from xtok.tune.examples import IGNORED, Example, WrittenText, batch
 from xtok.tune.training import BATCH, check, fit, per_forward
-from xtok.tune.writing import prompts_for, write, write_for
+from xtok.tune.writing import given_prompts, own_questions, write, write_for
 
 Kind = Literal["sequential", "medusa"]
 _DECAY = 0.8
@@ -118,7 +118,12 @@ def train_heads(
     file.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=file.parent) as folder:
         now = Path(folder) / file.name
-        stopping, kept, learnt = prompts_for(pair, prompts, starts, arguments)
+        learnt: list[Any] | None = None
+        if prompts is None:
+            stopping, kept = own_questions(pair, arguments)
+        else:
+            chats = getattr(pair[1], "chat_template", None) is not None
+            stopping, kept, learnt = given_prompts(pair, prompts, starts, arguments, chats=chats)
         rows = _examples(pair, write_for(pair, learnt, [*stopping, *kept], 3600 * hours * _WRITING, **arguments))
         if not rows:
             raise InvalidInputError("The target wrote no text of 2 tokens or more. Give other prompts, or more hours.")

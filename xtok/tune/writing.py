@@ -24,8 +24,8 @@ PENALTY = 1.2
 _BATCH = 32
 _TOP = 32
 """How many of the most likely ids are kept of each of the target's distributions."""
-_HELD_OUT = 24
-"""How many prompts decide when to stop training heads, and how many others measure the gain."""
+_HELD_OUT = 32
+"""How many prompts decide when to stop, and how many others measure the gain, at most."""
 _LEAST_QUESTIONS = 8
 """How many different questions the target has to write for these, at least."""
 _QUESTION = 64
@@ -149,24 +149,26 @@ def asked(question: str) -> Chat:
     return [{"role": "user", "content": question}]
 
 
-def prompts_for(
-    target: tuple[Any, Any], given: Sequence[str] | None, starts: int, arguments: dict[str, Any]
-) -> tuple[list[Any], list[Any], list[Any] | None]:
-    """The prompts to train heads for a target with: those that decide when to stop, those that measure the gain, and those to
-    train on. If the target has a chat template, a chat for each text, otherwise `starts` beginnings of each.
+def given_prompts(
+    target: tuple[Any, Any], given: Sequence[str], starts: int, arguments: dict[str, Any], *, chats: bool
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """The prompts to train with: those that decide when to stop, those that measure the gain, and those to train on: for each
+    text a chat if `chats`, else `starts` beginnings.
 
-    `given`: texts; None for questions that the target writes itself, and then None are those to train on. `arguments`: those of
-    `write`. Raises `InvalidInputError` for fewer than three different texts, without any for a target that can't write
-    questions, and as `check_written`.
+    `arguments`: those of `write`. Raises `InvalidInputError` for fewer than three different texts, and as `check_written`.
     """
-    chats = getattr(target[1], "chat_template", None) is not None
-    if given is not None:
-        kinds = split(given)
-        check_written(target, [asked(one) if chats else one for kind in kinds for one in kind], arguments)
-        stopping, kept, learnt = ([*map(asked, kind)] if chats else beginnings(kind, starts) for kind in kinds)
-        stopping, kept = stopping[:_HELD_OUT], kept[:_HELD_OUT]
-        return stopping, kept, [one for one in learnt if one not in stopping and one not in kept]
-    if not chats:
+    kinds = split(given)
+    check_written(target, [asked(one) if chats else one for kind in kinds for one in kind], arguments)
+    stopping, kept, learnt = ([*map(asked, kind)] if chats else beginnings(kind, starts) for kind in kinds)
+    return stopping[:_HELD_OUT], kept[:_HELD_OUT], [one for one in learnt if one not in stopping and one not in kept]
+
+
+def own_questions(target: tuple[Any, Any], arguments: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    """As `given_prompts`, of questions that the target writes itself, without those to train on.
+
+    Raises `InvalidInputError` for a target that can't write questions, and as `check_written`.
+    """
+    if getattr(target[1], "chat_template", None) is None:
         raise InvalidInputError(
             "The target can't write questions, since it has no chat template. Give prompts: beginnings of texts like those "
             "that it will write."
@@ -179,7 +181,7 @@ def prompts_for(
     own = [asked(question) for question in own_texts(target, 2 * _HELD_OUT, _QUESTION)]
     if len(own) < _LEAST_QUESTIONS:
         raise InvalidInputError(f"The target wrote only {len(own)} different questions. Give prompts.")
-    return own[::2], own[1::2], None
+    return own[::2], own[1::2]
 
 
 def write_for(
