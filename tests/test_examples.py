@@ -1,4 +1,4 @@
-"""The examples and the guide's own draft run as they stand, and what deploys the server fits it."""
+"""The examples run as they stand, and what deploys the server fits it."""
 
 import json
 import re
@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from prometheus_client import generate_latest
 from typer.main import get_command
-from worlds import TREE, fitting, mostly_deep, tokenizer
+from worlds import mostly_deep
 
-from xtok import Budget, Context, Tree, XTokAssisted, chain
 from xtok.cli.commands import app
 from xtok.serving.http.service import Metrics
 
@@ -45,32 +43,6 @@ def test_an_example_runs_and_prints_the_truth(
     assert words in printed
     assert "the same ids: no" not in printed
     assert "NO" not in printed
-
-
-def test_a_model_that_was_grown_has_the_logits_that_it_had_and_learns_in_all_layers() -> None:
-    pytest.importorskip("sentencepiece", reason="the script that trains the bundled pair needs sentencepiece")
-    grown = runpy.run_path(str(ROOT / "examples" / "train_tiny_pair.py"))["grown"]
-    model, ids = fitting(tokenizer("SentencePiece BPE"), "Llama", 0, dtype=torch.float32), torch.arange(4, 24)[None]
-    larger = grown(model, 3 * model.config.num_hidden_layers)
-    assert torch.equal(larger(ids).logits, model(ids).logits)
-    larger(ids).logits.square().mean().backward()
-    assert all(layer.self_attn.o_proj.weight.grad.any() for layer in larger.model.layers)
-
-
-def test_the_guides_own_draft_is_a_draft() -> None:
-    class Repeats:
-        """Guesses that the last ids come again."""
-
-        def propose(self, context: Context, budget: Budget) -> Tree:
-            return chain(context.ids[-budget.depth :])
-
-    tokens = tokenizer("byte-level BPE")
-    model = fitting(tokens, "Llama", 0)
-    generation = XTokAssisted((model, tokens), Repeats(), budget=TREE).generate("吾輩は", max_new_tokens=20, do_sample=False)
-    assert (
-        generation.token_ids == XTokAssisted((model, tokens)).generate("吾輩は", max_new_tokens=20, do_sample=False).token_ids
-    )
-    assert generation.stats.proposed > 0
 
 
 SERVING = ROOT / "examples" / "serving"

@@ -165,15 +165,7 @@ def test_commands_take_a_pair_by_its_name(registry: Registry) -> None:
     assert run("generate", "猫", "--pair", "smollm2", "--no-chat", *few)[0] == plain + "\n"
     assert run("generate", "吾輩は", "--pair", "aozora", *few)[0] == run("generate", "吾輩は", *few)[0]
     assert "byte strings in common" in run("inspect", "--pair", "smollm2", "--draft", str(target), "--no-weights")[0]
-    options = ("--draft", str(target), "--limit", "1", "--max-new-tokens", "3", "--setting", "greedy")
-    assert "target alone" in run("bench", "--pair", "smollm2", *options)[0]
-    for command in (
-        ("generate", "a"),
-        ("inspect",),
-        ("bench",),
-        ("serve",),
-        ("train-heads", "--out", "o"),
-    ):
+    for command in (("generate", "a"), ("inspect",), ("bench",), ("serve",), ("train-heads", "--out", "o")):
         error = run(*command, "--pair", "aozora", "--target", "T", code=1)[1]
         assert "--pair aozora names a target, and so does --target T. Give one of them." in error
     assert "There is no pair 'x'" in run("inspect", "--pair", "x", code=1)[1]

@@ -65,7 +65,5 @@ def test_what_learns_is_imported_only_when_it_is_requested() -> None:
 def test_the_public_names_are_there_and_documented() -> None:
     assert sorted(xtok.__all__) == xtok.__all__
     assert all(getattr(xtok, name).__doc__ for name in xtok.__all__ if name != "__version__")
-    reference = (ROOT.parent / "docs" / "reference.md").read_text(encoding="utf-8")
-    assert all(name in reference for name in xtok.__all__)
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = xtok.nothing  # type: ignore[attr-defined]

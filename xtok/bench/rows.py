@@ -1,15 +1,14 @@
 """Prints figures as tables. Each type of row says beside its fields how they are printed."""
 
 from collections.abc import Mapping, Sequence
-from textwrap import wrap
 from typing import Any, NamedTuple, get_type_hints
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-_WIDTH, _TITLE, _NAME = 140, 12, 60
-"""How wide tables may be, and how wide the title of a column, and a text in it, are before they are wrapped."""
+_WIDTH, _NAME = 140, 60
+"""How wide tables may be, and how wide a text in a column is before it is wrapped."""
 
 
 class Column(NamedTuple):
@@ -37,53 +36,38 @@ def print_tables(tables: Mapping[str, Sequence[Any]]) -> None:
         for further in dict.fromkeys(column.table for column in columns.values()):
             own = {name: one for name, one in columns.items() if one.table == further}
             shown = [row for row in rows if any(getattr(row, name) is not None for name in own)]
-            named = {name: one for name, one in columns.items() if name in own or one.title == ""}
-            _print(further or title, _grid(shown, named))
-        filled = {name for name in columns if any(getattr(row, name) is not None for row in rows)}
-        notes |= {_title(name, column): column.note for name, column in columns.items() if column.note and name in filled}
+            _print(further or title, shown, {name: one for name, one in columns.items() if name in own or one.title == ""})
+        notes |= {_title(name, column): column.note for name, column in columns.items() if column.note}
     for name, note in notes.items():
         typer.echo(f"{name}: {note}" if name else note)
 
 
 def _columns(rows: Sequence[Any]) -> dict[str, Column]:
+    """The columns of fields that aren't None in all rows."""
     hints = get_type_hints(type(rows[0]), include_extras=True) if rows else {}
     noted = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
-    return {name: one for name, found in noted.items() for one in found if isinstance(one, Column)}
+    found = {name: one for name, about in noted.items() for one in about if isinstance(one, Column)}
+    return {name: one for name, one in found.items() if any(getattr(row, name) is not None for row in rows)}
 
 
 def _title(name: str, column: Column) -> str:
     return name.replace("_", " ") if column.title is None else column.title
 
 
-def _grid(rows: Sequence[Any], columns: Mapping[str, Column]) -> list[tuple[str, bool, list[str]]]:
-    """The title of each column, whether it is text, and its cells."""
-    grid = []
+def _print(title: str, rows: Sequence[Any], columns: Mapping[str, Column]) -> None:
+    table, cells = Table(title=title), list[list[str]]()
     for name, column in columns.items():
         values = [getattr(row, name) for row in rows]
         parts = dict.fromkeys(part for value in values if isinstance(value, Mapping) for part in value)
-        grid += [(part, False, [_cell((value or {}).get(part), column) for value in values]) for part in parts]
-        if not parts and any(value is not None for value in values):
-            others = [f"/{getattr(row, column.of)}" if column.of else "" for row in rows]
-            cells = [_cell(value, column) + other * (value is not None) for value, other in zip(values, others, strict=True)]
-            grid.append((_title(name, column), any(isinstance(value, str) for value in values), cells))
-    return grid
-
-
-def _cell(value: Any, column: Column) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "", True: "yes", False: "no"}[value]
-    return format(value, column.form)
-
-
-def _print(title: str, grid: list[tuple[str, bool, list[str]]]) -> None:
-    table = Table(title=title)
-    for name, text, cells in grid:
-        table.add_column(
-            "\n".join(wrap(name, _TITLE, break_long_words=False)),
-            justify="left" if text else "right",
-            no_wrap=text and max(map(len, cells), default=0) <= _NAME,
-            overflow="fold",
-        )
-    for line in zip(*(cells for *_, cells in grid), strict=True):
+        split = {part: [(value or {}).get(part) for value in values] for part in parts} or {_title(name, column): values}
+        for head, own in split.items():
+            texts = ["" if value is None else format(value, column.form) for value in own]
+            if column.of:
+                texts = [text and f"{text}/{getattr(row, column.of)}" for text, row in zip(texts, rows, strict=True)]
+            is_text = any(isinstance(value, str) for value in own)
+            no_wrap = is_text and max(map(len, texts)) <= _NAME
+            table.add_column(head, justify="left" if is_text else "right", no_wrap=no_wrap, overflow="fold")
+            cells.append(texts)
+    for line in zip(*cells, strict=True):
         table.add_row(*line)
     Console(highlight=False, width=_WIDTH).print(table)
