@@ -173,6 +173,10 @@ def with_other_rotary_factors(model: Any) -> None:
     model.config.rope_parameters["rope_theta"] = 1.5
 
 
+def in_training(model: Any) -> None:
+    model.train()
+
+
 def hooked(model: Any) -> None:
     model.lm_head.register_forward_hook(lambda _, __, output: output + 1)
 
@@ -202,6 +206,7 @@ CHANGES = [
     scaled_in_place,
     with_another_attention,
     with_other_rotary_factors,
+    in_training,
     hooked,
     with_a_forward_of_its_own,
     pruned,

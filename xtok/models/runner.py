@@ -134,7 +134,7 @@ def _state(model: PreTrainedModel) -> tuple[Any, ...]:
     while left:
         module: Any = left.pop()
         own = vars(module)
-        modules.append(ref(module))
+        modules.append((ref(module), module.training))
         for name, weight in own["_parameters"].items():
             if weight is not None:
                 identity = tuple(weight.shape) if weight.is_meta else id(weight)

@@ -89,7 +89,7 @@ def tune_draft(
     arguments: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampled": sampled}
     arguments |= {} if temperature is None else {"temperature": temperature}
     pair = load(target, "target")
-    learner = draft_model(draft, beside=device_of(pair[0]))
+    learner = draft_model(load(draft, "draft", beside=device_of(pair[0])))  # loaded first: its weights are to be trained
     lora = trains_by_lora(learner.model, lora)
     stopping, kept, learnt = given_prompts(pair, prompts, starts, arguments, chats=False)
     path.mkdir(parents=True, exist_ok=True)

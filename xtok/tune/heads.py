@@ -22,7 +22,7 @@ from xtok.drafts.medusa import MedusaHeads
 from xtok.drafts.sequential import HEAD_DIM, SequentialHeads, sequential_config
 from xtok.errors import InvalidInputError, shown
 from xtok.models.cache import CACHE, device_of, output_embeddings, stacked, vocabulary_size
-from xtok.models.load import Source, target_model
+from xtok.models.load import Source, load, target_model
 from xtok.models.modes import Modes, within
 from xtok.models.prompts import prompt_ids
 from xtok.models.timing import timed
@@ -110,7 +110,7 @@ def train_heads(
         raise InvalidInputError(f"{out} is a folder. Give the path of a file for the heads.")
     if file.exists():
         raise InvalidInputError(f"{file} exists, where the heads would be written. Choose another path, or remove it.")
-    made = target_model(target)
+    made = target_model(load(target, "target"))  # loaded first: gradients pass through its output embedding
     model, pair = made.model, (made.model, made.vocabulary.tokenizer)
     info = described(model, made.vocabulary.view)
     arguments: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampled": sampled}
