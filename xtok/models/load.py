@@ -5,7 +5,7 @@ Only data is loaded: tensors in safetensors or in torch's own format. Code that 
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
@@ -21,7 +21,7 @@ from xtok.align.vocabulary import Vocabulary
 from xtok.errors import InvalidInputError, UnsupportedModelError, XTokError, reason
 from xtok.models.cache import context_window, end_ids, ids_read, parameters, vocabulary_size
 from xtok.models.continues import check_continues, check_rolls_back
-from xtok.models.gguf import is_gguf, load_gguf, read_gguf, tokenizer_of
+from xtok.models.gguf import is_gguf, load_gguf, read_gguf, read_once, tokenizer_of
 from xtok.models.probe import traits
 from xtok.models.prompts import reading, special_ids
 from xtok.models.quantized import check_rows
@@ -137,7 +137,7 @@ def load(source: Any, role: str, place: Placement = DEFAULT, beside: torch.devic
     language model head, or has weights that can't be read without running code.
     """
     if isinstance(source, (str, PathLike)):
-        with _loading(source, role, place):
+        with _loading(source, role, place), read_once() if is_gguf(source) and Path(source).is_file() else nullcontext():
             return _from_path(source, role, place, beside)
     check_places(source, role, place)
     if not source[0].can_generate():
