@@ -2,7 +2,6 @@
 
 import json
 import re
-import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,10 +17,11 @@ import torch
 import uvicorn
 from batches import MADE, WIDE
 from engines import LM, PATIENCE, TOKENS
+from scripted import ScriptedDrafter
 from transformers import PreTrainedTokenizerFast
 from worlds import CHAIN, fitting, tokenizer
 
-from xtok import Budget, Engine, PromptLookup, XTokAssisted
+from xtok import Budget, Context, Engine, XTokAssisted
 from xtok.serving.http.app import app_of
 from xtok.serving.http.command import listening_socket
 from xtok.serving.http.protocol import Limits
@@ -204,24 +204,6 @@ def posted(body: dict[str, Any], *, path: str = "completions", length: int | Non
     return "\r\n".join([*head, f"Content-Length: {length or len(data)}", "", ""]).encode() + data
 
 
-def slow_socket(timeout: float | None) -> socket.socket:
-    """One that takes little at a time."""
-    one = socket.socket()
-    one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    one.settimeout(timeout)
-    return one
-
-
-def dechunked(data: bytes) -> str:
-    """The body of an answer in chunks."""
-    body, parts = data.partition(b"\r\n\r\n")[2], []
-    while body:
-        size, _, body = body.partition(b"\r\n")
-        parts.append(body[: int(size, 16)])
-        body = body[int(size, 16) + 2 :]
-    return b"".join(parts).decode()
-
-
 # targets that call functions
 
 
@@ -249,18 +231,21 @@ def made() -> tuple[Any, PreTrainedTokenizerFast]:
 CALLING_LM, CALLING_TOKENS = made()
 
 
+SCRIPT: list[int] = []
+"""The ids that `CALLING_LM` writes last in place of its own, which its draft guesses."""
+
+
 class Writes:
     """A processor by which the target writes one text, and ends."""
 
-    def __init__(self, text: str) -> None:
-        self._ids = CALLING_TOKENS(text, add_special_tokens=False).input_ids
+    def __init__(self, script: list[int]) -> None:
+        self._ids = [*script, CALLING_TOKENS.eos_token_id]
         self._start: int | None = None
 
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self._start = ids.shape[1] if self._start is None else self._start
-        written = ids.shape[1] - self._start
         found = torch.full_like(scores, -torch.inf)
-        found[:, self._ids[written] if written < len(self._ids) else CALLING_TOKENS.eos_token_id] = 0.0
+        found[:, self._ids[min(ids.shape[1] - self._start, len(self._ids) - 1)]] = 0.0
         return found
 
 
@@ -269,12 +254,25 @@ def writing(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Sets the text that `CALLING_LM` writes in place of its own."""
     monkeypatch.setattr(CALLING_LM.generation_config, "repetition_penalty", 2.0)
     name = "xtok.serving.http.requests.RepetitionPenaltyLogitsProcessor"
-    return lambda text: monkeypatch.setattr(name, lambda _: Writes(text))
+
+    def writes(text: str) -> None:
+        SCRIPT[:] = CALLING_TOKENS(text, add_special_tokens=False).input_ids
+        monkeypatch.setattr(name, lambda _: Writes([*SCRIPT]))
+
+    return writes
+
+
+def coming(context: Context) -> list[int]:
+    """What follows the part of the script that a text ends with."""
+    known = next((size for size in range(len(SCRIPT), 0, -1) if [*context.ids[-size:]] == SCRIPT[:size]), 0)
+    return SCRIPT[known : known + 12]
 
 
 @pytest.fixture(scope="module")
 def calling_server() -> Iterator[Server]:
-    with serving(XTokAssisted((CALLING_LM, CALLING_TOKENS), PromptLookup(), budget=Budget(8, schedule="constant"))) as one:
+    with serving(
+        XTokAssisted((CALLING_LM, CALLING_TOKENS), ScriptedDrafter(coming), budget=Budget(12, schedule="constant"))
+    ) as one:
         yield one
 
 

@@ -34,26 +34,26 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("zipped", [True, False])
-def test_a_model_that_is_published_in_torchs_format_alone_is_loaded(saved: Path, zipped: bool) -> None:
-    torch.save(TARGET.state_dict(), saved / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
-    generation = XTokAssisted(saved, saved).generate(PROMPT, **GREEDY)
-    assert (generation.token_ids, generation.stats.draft_error) == (truth(TARGET, TOKENS), None)
-
-
-def test_shards_in_torchs_format_are_loaded(saved: Path) -> None:
-    weights = TARGET.state_dict()
+def test_weights_are_loaded_in_torchs_formats_in_shards_and_from_safetensors_before_others(saved: Path) -> None:
+    weights, file, expected = TARGET.state_dict(), saved / "pytorch_model.bin", (truth(TARGET, TOKENS), None)
     shards = {name: f"pytorch_model-{number % 2}.bin" for number, name in enumerate(weights)}
+
+    def written() -> Any:
+        generation = XTokAssisted(saved, saved).generate(PROMPT, **GREEDY)
+        return generation.token_ids, generation.stats.draft_error
+
+    for zipped in (True, False):
+        torch.save(weights, file, _use_new_zipfile_serialization=zipped)
+        assert written() == expected
+    file.unlink()
     for shard in set(shards.values()):
         torch.save({name: weights[name] for name in weights if shards[name] == shard}, saved / shard)
     (saved / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shards}))
-    assert XTokAssisted(saved).generate(PROMPT, **GREEDY).token_ids == truth(TARGET, TOKENS)
-
-
-def test_if_there_are_weights_in_safetensors_others_are_not_opened(saved: Path) -> None:
-    TARGET.save_pretrained(saved)
-    (saved / "pytorch_model.bin").write_bytes(b"nonsense")
-    assert XTokAssisted(saved).generate(PROMPT, **GREEDY).token_ids == truth(TARGET, TOKENS)
+    assert written() == expected
+    TARGET.save_pretrained(saved, max_shard_size="50KB")
+    assert len(list(saved.glob("*.safetensors"))) > 1
+    file.write_bytes(b"nonsense")
+    assert written() == expected
 
 
 def test_a_folder_without_weights_or_a_tokenizer_is_refused_by_what_it_lacks(saved: Path) -> None:

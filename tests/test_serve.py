@@ -39,11 +39,9 @@ from servers import (
     both_ways,
     check_error,
     data_of,
-    dechunked,
     held_to,
     posted,
     serving,
-    slow_socket,
     together,
     tools,
     wait_for,
@@ -383,103 +381,95 @@ ENDLESS: list[dict[str, Any]] = [
 """Schemas that llguidance takes, and can't follow."""
 PADDED = {"padding": "max_length", "max_length": 99}
 """Found by a hostile trial: a request for 10**9 ids of padding took all memory, before it was refused."""
-PROMPT_FAULTS: dict[str | None, list[dict[str, Any]]] = {
-    "best_of": [{"best_of": 2}],
-    "prediction": [
-        {"prediction": one}
-        for one in ("a", {"type": "text", "content": "a"}, {"type": "content", "content": [{"type": "image_url"}]})
-    ],
-    "temperature": [{"temperature": value} for value in (1e-300, "1", -1, True)],
-    "repetition_penalty": [{"repetition_penalty": value} for value in (0, 1e-300)],
-    None: [
-        *({name: value} for name in ("temperature", "safety_identifier") for value in (inf, nan)),
-        {"metadata": {"a": [{"b": -inf}]}},
-    ],
-    "top_p": [{"top_p": 1.5}],
-    "top_k": [{"top_k": 1.5}],
-    "frequency_penalty": [{"frequency_penalty": 3}],
-    "max_tokens": [{"max_tokens": 0}],
-    "n": [{"n": 0}, {"n": 1000}, {"prompt": ["a"] * 65, "n": 2}],
-    "return_trace": [{"n": 2, "return_trace": True}, {"prompt": ["a", "b"], "return_trace": True}],
-    "seed": [{"seed": 2**64}],
-    "stop": [{"stop": stop} for stop in ("", ["a"] * 17, ["a" * 8193] * 2)],
-    "logprobs": [{"logprobs": 21}],
-    "logit_bias": [
-        *({"logit_bias": {name: 5}} for name in ("-1", "99999", "٣", "0" * 5000 + "1", "9" * 5000)),
-        *({"logit_bias": {"1": value}} for value in (500, True)),
-    ],
-    "stream_options": [{"stream_options": {"include_usage": True}}],
-    "stream_options.other": [{"stream": True, "stream_options": {"other": True}}],
-    "response_format": [
-        *({"response_format": {"type": kind}} for kind in ("xml", "json_schema")),
-        *map(held_to, [*ENDLESS, {"type": 5}]),
-    ],
-    "prompt": [
-        *({"prompt": prompt} for prompt in (None, [], [[]], [1, True], [-1], [10**30])),
-        *({"prompt": [5, token], "echo": True, "max_tokens": 0} for token in (999_999, -3)),
-        {"prompt": "a b " * 4900, "max_tokens": 64},
-    ],
+VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
+    "completions": {
+        "best_of": (2,),
+        "prediction": ("a", {"type": "text", "content": "a"}, {"type": "content", "content": [{"type": "image_url"}]}),
+        "temperature": (1e-300, "1", -1, True),
+        "repetition_penalty": (0, 1e-300),
+        "top_p": (1.5,),
+        "top_k": (1.5,),
+        "frequency_penalty": (3,),
+        "max_tokens": (0,),
+        "n": (0, 1000),
+        "seed": (2**64,),
+        "stop": ("", ["a"] * 17, ["a" * 8193] * 2),
+        "logprobs": (21,),
+        "logit_bias": (*({name: 5} for name in ("-1", "99999", "٣", "0" * 5000 + "1", "9" * 5000)), {"1": 500}, {"1": True}),
+        "stream_options": ({"include_usage": True},),
+        "response_format": (
+            *({"type": kind} for kind in ("xml", "json_schema")),
+            *(held_to(schema)["response_format"] for schema in (*ENDLESS, {"type": 5})),
+        ),
+        "prompt": (None, [], [[]], [1, True], [-1], [10**30], "a b " * 4900),
+    },
+    "chat/completions": {
+        "messages.0.tool_calls": ([{"role": "user", "tool_calls": 5}],),
+        "messages.1.tool_calls.0": tuple(
+            [*CHAT["messages"], {"role": "assistant", "tool_calls": [call]}]
+            for call in (5, {}, {"function": {"arguments": "{}"}}, {"function": {"name": "a", "arguments": 5}})
+        ),
+        "messages.0.content": tuple(
+            [{"role": "user", "content": content}] for content in (5, None, [{"type": "image_url", "image_url": {}}])
+        ),
+        "messages": ([], [{"content": "a"}]),
+        "chat_template_kwargs": ({"chat_template": "{{ 1 }}"},),
+        "top_logprobs": (3,),
+        "tool_choice": ("required",),
+        "tools": (
+            *([{"type": "function", "function": {"name": "a", **one}}] for one in ({"name": "a b"}, {"parameters": []})),
+            [{"type": "web_search"}],
+        ),
+        "functions": ([],),
+    },
+    "responses": {
+        "previous_response_id": ("resp_1",),
+        "conversation": ("conv_1",),
+        "background": (True,),
+        "include": (["message.output_text.logprobs"],),
+        "prompt": ({"id": "p"},),
+        "truncation": ("auto",),
+        "max_tokens": (5,),
+        "temperature": (-1,),
+        "tools": ([{"type": "web_search"}],),
+        "tool_choice": ({"type": "function", "name": "none"},),
+        "text": ({"format": {"type": "json_schema", "name": "n"}},),
+        "input": ([], "a b " * 4900),
+        "input.0": (
+            [{"type": "item_reference", "id": "msg_1"}],
+            [{"role": "user", "content": [{"type": "input_image"}]}],
+            [{"role": "user"}],
+        ),
+    },
 }
-CHAT_FAULTS: dict[str, list[dict[str, Any]]] = {
-    "messages.0.tool_calls": [{"messages": [{"role": "user", "tool_calls": 5}]}],
-    "messages.1.tool_calls.0": [
-        {"messages": [*CHAT["messages"], {"role": "assistant", "tool_calls": [call]}]}
-        for call in (5, {}, {"function": {"arguments": "{}"}}, {"function": {"name": "a", "arguments": 5}})
-    ],
-    "messages.0.content": [
-        {"messages": [{"role": "user", "content": content}]} for content in (5, None, [{"type": "image_url", "image_url": {}}])
-    ],
-    "messages": [
-        {"messages": []},
-        {"messages": [{"content": "a"}]},
-        *({"chat_template_kwargs": given} for given in ({"tokenize": False}, PADDED, {"tokenizer_kwargs": PADDED})),
-    ],
-    "chat_template_kwargs": [{"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}],
-    "max_completion_tokens": [{"max_tokens": 3, "max_completion_tokens": 4}],
-    "top_logprobs": [{"top_logprobs": 3}],
-    "tool_choice": [
-        {"tool_choice": "required"},
-        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "hear"}}},
+"""Values that are refused, by the path of the request and the field that the error names."""
+LEAST: dict[str, dict[str, Any]] = {"completions": {"prompt": "a"}, "chat/completions": CHAT, "responses": {"input": "a"}}
+REFUSED: list[tuple[str, dict[str, Any], str | None]] = [
+    *(
+        (path, {name.partition(".")[0]: value}, name)
+        for path, fields in VALUES.items()
+        for name, values in fields.items()
+        for value in values
+    ),
+    *(("completions", {name: value}, None) for name in ("temperature", "safety_identifier") for value in (inf, nan)),
+    ("completions", {"metadata": {"a": [{"b": -inf}]}}, None),
+    ("completions", {"prompt": ["a"] * 65, "n": 2}, "n"),
+    ("completions", {"n": 2, "return_trace": True}, "return_trace"),
+    ("completions", {"prompt": ["a", "b"], "return_trace": True}, "return_trace"),
+    ("completions", {"stream": True, "stream_options": {"other": True}}, "stream_options.other"),
+    *(("completions", {"prompt": [5, token], "echo": True, "max_tokens": 0}, "prompt") for token in (999_999, -3)),
+    *(
+        ("chat/completions", {"chat_template_kwargs": given}, "messages")
+        for given in ({"tokenize": False}, PADDED, {"tokenizer_kwargs": PADDED})
+    ),
+    ("chat/completions", {"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
+    ("chat/completions", {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "a"}}}, "tool_choice"),
+    (
+        "chat/completions",
         {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
-    ],
-    "tools": [
-        *({"tools": [{"type": "function", "function": {"name": "a", **one}}]} for one in ({"name": "a b"}, {"parameters": []})),
-        {"tools": [{"type": "web_search"}]},
-        *({"tools": tools(a=schema), "tool_choice": "required"} for schema in ENDLESS),
-    ],
-    "functions": [{"functions": []}],
-}
-RESPONSE_FAULTS: dict[str, list[dict[str, Any]]] = {
-    "previous_response_id": [{"previous_response_id": "resp_1"}],
-    "conversation": [{"conversation": "conv_1"}],
-    "background": [{"background": True}],
-    "include": [{"include": ["message.output_text.logprobs"]}],
-    "prompt": [{"prompt": {"id": "p"}}],
-    "truncation": [{"truncation": "auto"}],
-    "max_tokens": [{"max_tokens": 5}],
-    "temperature": [{"temperature": -1}],
-    "tools": [{"tools": [{"type": "web_search"}]}],
-    "tool_choice": [{"tools": [{"type": "function", "name": "a"}], "tool_choice": {"type": "function", "name": "none"}}],
-    "text": [{"text": {"format": {"type": "json_schema", "name": "n"}}}],
-    "input": [{"input": []}, {"input": "a b " * 4900, "max_output_tokens": 64}],
-    "input.0": [
-        {"input": [one]}
-        for one in (
-            {"type": "item_reference", "id": "msg_1"},
-            {"role": "user", "content": [{"type": "input_image"}]},
-            {"role": "user"},
-        )
-    ],
-}
-REFUSED = [
-    (path, {**least, **body}, param)
-    for path, least, faults in (
-        ("completions", {"prompt": "a"}, PROMPT_FAULTS),
-        ("chat/completions", CHAT, CHAT_FAULTS),
-        *(("responses", {"input": "a", "stream": streamed}, RESPONSE_FAULTS) for streamed in (False, True)),
-    )
-    for param, bodies in faults.items()
-    for body in bodies
+        "tool_choice",
+    ),
+    *(("chat/completions", {"tools": tools(a=one), "tool_choice": "required"}, "tools") for one in ENDLESS),
 ]
 BODIES: dict[str, tuple[bytes, int]] = {
     "no JSON": (b"not JSON", 400),
@@ -514,8 +504,8 @@ def test_what_cannot_be_honoured_is_refused_by_the_fields_name(strict: Server, p
     before = strict.engine.stats.tokens
     for path, body, name in REFUSED:
         if name == param:
-            answer = HTTP.post(f"{strict.url}/v1/{path}", content=json.dumps(body), headers={**AUTHORIZED, **JSON})
-            check_error(answer, 400, param)
+            content = json.dumps({**LEAST[path], **body})
+            check_error(HTTP.post(f"{strict.url}/v1/{path}", content=content, headers={**AUTHORIZED, **JSON}), 400, param)
     stats = strict.engine.stats
     assert (stats.running, stats.waiting, stats.tokens) == (0, 0, before)
 
@@ -684,25 +674,18 @@ def test_a_full_queue_is_refused_with_when_to_come_again() -> None:
 
 
 def test_a_text_that_fails_is_reported_as_a_fault_and_harms_nobody(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any) -> Any:
+    def fails(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         raise ArithmeticError("秘密")
 
-    with monkeypatch.context() as patch:
-        patch.setattr("xtok.serving.http.reading.Reader.read", fails)
-        for path, body in (("completions", {"prompt": "a"}), ("chat/completions", CHAT), ("responses", {"input": "a"})):
-            whole, stream = server.ask(path, **body), server.ask(path, **body, stream=True)
-            check_error(whole, 500, None)
-            assert "ArithmeticError" in whole.json()["error"]["message"]
-            assert "秘密" not in whole.text + stream.text
-            *_, error, done = data_of(f"data: \n\n{stream.text}")
-            if path == "responses":
-                assert (last := json.loads(done))["type"] == "response.failed"
-                assert (last["response"]["status"], last["response"]["error"]["code"]) == ("failed", "server_error")
-                assert last["response"]["error"]["message"] == whole.json()["error"]["message"]
-            else:
-                assert (json.loads(error)["error"], done) == (whole.json()["error"], "[DONE]")
-        with server.client() as client, pytest.raises(openai.APIError, match="ArithmeticError"):
-            list(client.completions.create(model=NAME, prompt="a", stream=True))
+    monkeypatch.setattr("xtok.serving.http.requests.Penalties", lambda *_: fails)
+    whole = server.ask(prompt="a", frequency_penalty=1)
+    check_error(whole, 500, None)
+    stream = server.ask(prompt="a", frequency_penalty=1, stream=True)
+    error, done = data_of(stream.text)
+    assert (json.loads(error)["error"], done) == (whole.json()["error"], "[DONE]")
+    assert "秘密" not in whole.text + stream.text
+    with server.client() as client, pytest.raises(openai.APIError, match="ArithmeticError"):
+        list(client.completions.create(model=NAME, prompt="a", frequency_penalty=1, stream=True))
     assert server.ask(prompt="a", max_tokens=1).status_code == 200
 
 
@@ -789,17 +772,14 @@ def test_a_client_that_hangs_up_frees_its_rows_and_is_logged(streamed: bool, cap
 
 def test_a_client_that_reads_slowly_holds_nobody_up_and_gets_all() -> None:
     body = {"prompt": TEXTS[0], "max_tokens": 150, "logprobs": 20, **UNENDING}
-    with serving(ALONE) as one, slow_socket(PATIENCE) as slow:
-        slow.connect(one.address)
-        slow.sendall(posted({**body, "stream": True}))
-        wait_for(lambda: one.engine.stats.tokens >= 150)
-        assert one.ask(prompt="a", max_tokens=5).status_code == 200
-        data = b""
-        while b"data: [DONE]\n\n" not in data[-100:]:
-            data += slow.recv(3000)
+    small = httpx.HTTPTransport(socket_options=[(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)])
+    with serving(ALONE) as one, httpx.Client(transport=small, timeout=PATIENCE) as slow:
+        with slow.stream("POST", f"{one.url}/v1/completions", json={**body, "stream": True}) as answer:
+            wait_for(lambda: one.engine.stats.tokens >= 150)
+            assert one.ask(prompt="a", max_tokens=5).status_code == 200
+            chunks = data_of(answer.read().decode())[:-1]
         (whole,) = one.ask(**body).json()["choices"]
-    (choice,) = together(json.loads(line) for line in data_of(dechunked(data))[:-1])["choices"]
-    assert choice["text"] == whole["text"]
+    assert together(map(json.loads, chunks))["choices"][0]["text"] == whole["text"]
 
 
 # the command, the documents

@@ -10,14 +10,13 @@ import openai
 import pytest
 import torch
 from batches import WIDE
-from commands import run
 from hypothesis import example, given
 from hypothesis import strategies as st
 from servers import CALL, CHATS, QUESTION, ROOT, TOOLS, calling_client, calling_server, held_to, serving, tools, writing
 from servers import CALLING_LM as LM
 from servers import CALLING_TOKENS as TOKENS
 from tokenizers import AddedToken
-from worlds import examples, fitting, in_turns, tokenizer
+from worlds import examples, fitting, tokenizer
 
 from xtok import PromptLookup, XTokAssisted
 from xtok.errors import InvalidInputError, UnsupportedArgumentError
@@ -98,7 +97,7 @@ def said(found: Written) -> tuple[str, str, list[tuple[str, Any]]]:
 
 @pytest.mark.parametrize(("name", "prompt", "text", "expected"), READ, ids=lambda one: one[:24] if isinstance(one, str) else "")
 def test_a_text_is_read_as_what_it_means_whatever_its_pieces(name: str, prompt: str, text: str, expected: Any) -> None:
-    for size in (1, 2, 3, 7, len(text)):
+    for size in (1, 3, len(text)):
         pieces = [text[start : start + size] for start in range(0, len(text), size)]
         assert said(written(reader_for(name, prompt), pieces)) == expected
 
@@ -106,7 +105,7 @@ def test_a_text_is_read_as_what_it_means_whatever_its_pieces(name: str, prompt: 
 MARKS = ["<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "<|python_tag|>", CALL, *"{}\n <猫"]
 
 
-@examples(400)
+@examples(200)
 @given(st.sampled_from([*CALL_FORMATS, "own"]), st.lists(st.sampled_from([*MARKS, *OWN["fields"]]), max_size=8), st.data())
 def test_whole_and_streamed_texts_say_the_same(name: str, marks: list[str], data: st.DataObject) -> None:
     text = "".join(marks)
@@ -115,7 +114,7 @@ def test_whole_and_streamed_texts_say_the_same(name: str, marks: list[str], data
     assert said(written(reader_for(name, ""), pieces)) == said(written(reader_for(name, ""), [text]))
 
 
-@examples(200)
+@examples(80)
 @given(st.text(max_size=30))
 def test_a_text_without_marks_is_content_to_the_character(text: str) -> None:
     assert said(written(reader_for("hermes", ""), [text])) == (text, "", [])
@@ -140,8 +139,7 @@ TEMPLATES = {
 
 @pytest.mark.parametrize(("template", "name"), TEMPLATES.items())
 def test_formats_are_known_by_the_chat_template(template: str, name: str) -> None:
-    tokens = deepcopy(tokenizer("byte-level BPE"))
-    tokens.chat_template = template + "<think>"
+    tokens = templated(template + "<think>")
     assert format_of(tokens, Parsers()).calls == CALL_FORMATS.get(name)
     assert format_of(tokens, Parsers()).reasoning == THINK
     assert format_of(tokens, Parsers("none", "none")) == Format()
@@ -156,17 +154,22 @@ def test_a_parser_that_is_not_there_is_refused() -> None:
         Parsers("gpt")
     with pytest.raises(InvalidInputError, match="--reasoning-parser is 'gpt'"):
         Parsers(reasoning="gpt")
-    assert run("serve", "--port", "0", "--tool-call-parser", "gpt", code=1)[1].count("xtok: --tool-call-parser is 'gpt'") == 1
 
 
-def asked(client: openai.OpenAI, streamed: bool, **more: Any) -> tuple[Any, str]:
-    """The message of an answer, put together as OpenAI's client does it, and how it ended."""
-    if not streamed:
-        choice = client.chat.completions.create(**{**QUESTION, **more}).choices[0]
-        return choice.message, choice.finish_reason
+def asked(client: openai.OpenAI, **more: Any) -> tuple[Any, str]:
+    """The message of an answer and how it ended, of which a stream, put together by OpenAI's client, has to say the same."""
+    whole = client.chat.completions.create(**{**QUESTION, **more}).choices[0]
     with client.chat.completions.stream(**{**QUESTION, **more}) as stream:
-        choice = stream.get_final_completion().choices[0]
-    return choice.message, choice.finish_reason
+        streamed = stream.get_final_completion().choices[0]
+    assert meant(whole.message) == meant(streamed.message)
+    assert whole.finish_reason == streamed.finish_reason
+    return whole.message, whole.finish_reason
+
+
+def meant(message: Any) -> tuple[str | None, str | None, list[tuple[str, str, str]]]:
+    """The content, reasoning and calls of a message."""
+    calls = [(call.type, call.function.name, call.function.arguments) for call in message.tool_calls or ()]
+    return message.content or None, getattr(message, "reasoning_content", None), calls
 
 
 SCHEMA = {"type": "object", "properties": {"n": {"enum": [7, 8]}}, "required": ["n"], "additionalProperties": False}
@@ -213,54 +216,51 @@ ANSWERED: dict[str, list[tuple[str, dict[str, Any], tuple[str | None, str | None
 """What the target writes, what else is asked for, and the content, reasoning, cities and finish reason of the answer."""
 
 
-@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("name", ANSWERED)
-def test_calls_and_reasoning_reach_the_client(client: openai.OpenAI, writes: Any, name: str, streamed: bool) -> None:
-    for text, more, expected in ANSWERED[name]:
+def test_calls_and_reasoning_reach_the_client(client: openai.OpenAI, writes: Any, name: str) -> None:
+    for text, more, (content, reasoning, cities, ended) in ANSWERED[name]:
         writes(text)
-        message, reason = asked(client, streamed, **more)
-        cities = [json.loads(call.function.arguments)["city"] for call in message.tool_calls or ()]
-        content = (message.content or None) if streamed else message.content  # a stream of calls alone begins with ""
-        assert (content, getattr(message, "reasoning_content", None), cities, reason) == expected
-        assert all((call.type, call.function.name) == ("function", "weather") for call in message.tool_calls or ())
+        message, reason = asked(client, **more)
+        calls = [("function", "weather", city) for city in cities]
+        found = [(kind, name, json.loads(given)["city"]) for kind, name, given in meant(message)[2]]
+        assert (message.content, meant(message)[1], found, reason) == (content, reasoning, calls, ended)
 
 
 def test_a_call_that_is_cut_off_is_text_and_one_without_arguments_has_an_empty_object(
     client: openai.OpenAI, writes: Any
 ) -> None:
     writes(f"<tool_call>\n{CALL}\n</tool_call>")
-    message, reason = asked(client, False, tools=TOOLS, max_tokens=12)
-    assert message.content.startswith("<tool_call>")
-    assert (message.tool_calls, reason) == (None, "length")
+    (choice,) = client.chat.completions.create(**{**QUESTION, "max_tokens": 12}, tools=TOOLS).choices
+    assert choice.message.content.startswith("<tool_call>")
+    assert (choice.message.tool_calls, choice.finish_reason) == (None, "length")
     writes('<tool_call>{"name": "weather", "arguments": " "}</tool_call>')
-    assert asked(client, False, tools=TOOLS)[0].tool_calls[0].function.arguments == "{}"
+    assert asked(client, tools=TOOLS)[0].tool_calls[0].function.arguments == "{}"
 
 
-@pytest.mark.parametrize(("streamed", "name"), in_turns([False, True], ["mistral", "own"]))
-def test_control_tokens_mark_calls(writes: Any, streamed: bool, name: str) -> None:
-    tokens = deepcopy(TOKENS)
-    tokens.chat_template += (
-        "[TOOL_CALLS]<|says|>" if name == "own" else "{# [TOOL_CALLS] #}{{ '' if true else '[TOOL_CALLS]' }}"
-    )
-    tokens.chat_template = tokens.chat_template.replace("<tool_call>", "<call>")
+@pytest.mark.parametrize("name", ["mistral", "own"])
+def test_control_tokens_mark_calls(writes: Any, name: str) -> None:
+    known = "[TOOL_CALLS]<|says|>" if name == "own" else "{# [TOOL_CALLS] #}{{ '' if true else '[TOOL_CALLS]' }}"
+    tokens = templated((TOKENS.chat_template + known).replace("<tool_call>", "<call>"))
     tokens.response_template = OWN if name == "own" else None
     writes(f"は[TOOL_CALLS][{CALL}]" if name == "mistral" else 'は<|calls|>weather{"city": "京都"}<|/calls|><|end|>')
-    with serving(XTokAssisted((LM, tokens))) as one, one.client() as client:
-        message, reason = asked(client, streamed, tools=TOOLS, logprobs=True, stop=["猫"])
+    with serving(XTokAssisted((LM, tokens))) as one, one.client() as own:
+        message, reason = asked(own, tools=TOOLS, logprobs=True, stop=["猫"])
     assert (message.content, reason, len(message.tool_calls)) == ("は", "tool_calls", 1)
     assert json.loads(message.tool_calls[0].function.arguments) == {"city": "京都"}
 
 
 def test_log_probabilities_of_a_chat_with_calls_are_those_of_all_ids(client: openai.OpenAI, writes: Any) -> None:
-    writes(f"待て<tool_call>{CALL}</tool_call>")
-    count = len(TOKENS(f"待て<tool_call>{CALL}</tool_call>", add_special_tokens=False).input_ids) + 1  # the end of text
-    whole = client.chat.completions.create(**QUESTION, tools=TOOLS, logprobs=True, n=2)
-    chunks = list(client.chat.completions.create(**QUESTION, tools=TOOLS, logprobs=True, n=2, stream=True))
+    writes(text := f"待て<tool_call>{CALL}</tool_call>")
+    more: Any = {"tools": TOOLS, "logprobs": True, "top_logprobs": 2, "n": 2}
+    whole = client.chat.completions.create(**QUESTION, **more)
+    chunks = list(client.chat.completions.create(**QUESTION, **more, stream=True))
     for choice in whole.choices:
         found = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == choice.index]
         streamed = [one.token for part in found if part.logprobs for one in part.logprobs.content]
         assert [one.token for one in choice.logprobs.content] == streamed
-        assert len(streamed) == count
+        assert b"".join(bytes(one.bytes or []) for one in choice.logprobs.content).decode() == text
+        assert len(streamed) == len(TOKENS(text, add_special_tokens=False).input_ids) + 1  # the end of text
+        assert all(one.top_logprobs[0].logprob >= one.logprob for one in choice.logprobs.content)
         assert [call.index for part in found for call in part.delta.tool_calls or ()] == [0]
 
 
@@ -286,18 +286,15 @@ FORCED: dict[str, tuple[str, str]] = {
 }
 
 
-@pytest.mark.parametrize(("streamed", "name"), in_turns([False, True], FORCED))
-def test_a_target_that_must_call_does(streamed: bool, name: str) -> None:
+@pytest.mark.parametrize("name", FORCED)
+def test_a_target_that_must_call_does(name: str) -> None:
     short = {"type": "object", "properties": {"n": {"$ref": "#/$defs/N"}}, "required": ["n"], "$defs": {"N": {"enum": [7, 8]}}}
-    given = tools(a={**short, "additionalProperties": False}, 二={**short, "additionalProperties": False})
-    tokens = deepcopy(TOKENS)
-    tokens.chat_template = (
-        "{{ messages[0].content }}{{ tools | length if tools else '' }}" + "{# " + "".join(FORCED[name]) + " #}"
-    )
-    sampled = {"temperature": 1.0, "seed": 8, "max_tokens": 600, "tools": given, "frequency_penalty": 2.0}
+    offered = tools(a={**short, "additionalProperties": False}, 二={**short, "additionalProperties": False})
+    tokens = templated(f"{{{{ messages[0].content }}}}{{{{ tools | length if tools else '' }}}}{{# {''.join(FORCED[name])} #}}")
+    sampled = {"temperature": 1.0, "seed": 8, "max_tokens": 600, "tools": offered, "frequency_penalty": 2.0}
     with serving(XTokAssisted((LM, tokens), PromptLookup())) as one, one.client() as client:
-        required, reason = asked(client, streamed, tool_choice="required", parallel_tool_calls=False, **sampled)
-        named, _ = asked(client, streamed, tool_choice={"type": "function", "function": {"name": "二"}}, **sampled)
+        required, reason = asked(client, tool_choice="required", parallel_tool_calls=False, **sampled)
+        named, _ = asked(client, tool_choice={"type": "function", "function": {"name": "二"}}, **sampled)
     assert (reason, len(required.tool_calls), len(named.tool_calls)) == ("tool_calls", 1, 1)
     assert required.tool_calls[0].function.name in ("a", "二")
     assert named.tool_calls[0].function.name == "二"
@@ -307,27 +304,21 @@ def test_a_target_that_must_call_does(streamed: bool, name: str) -> None:
 
 def test_tools_that_the_template_ignores_are_refused() -> None:
     """Found by a trial as a new user: the answer was the same as without tools, and nothing said so."""
-    tokens = deepcopy(TOKENS)
-    tokens.chat_template = "{{ messages[0].content }}"
-    xt = XTokAssisted((LM, tokens), PromptLookup())
-    chat = [{"role": "user", "content": "猫"}]
+    offered, ignores = tools(a={"type": "object"}), "{{ messages[0].content }}"
     with pytest.raises(UnsupportedArgumentError, match="chat template ignores tools"):
-        xt.generate(chat, tools=tools(a={"type": "object"}), max_new_tokens=4)
-    with serving(xt) as one, one.client() as own, pytest.raises(openai.BadRequestError, match="chat template ignores tools"):
-        asked(own, False, tools=tools(a={"type": "object"}))
+        XTokAssisted((LM, templated(ignores))).generate([{"role": "user", "content": "猫"}], tools=offered, max_new_tokens=4)
+    with pytest.raises(RequestError, match="chat template ignores tools"):
+        rendered(ignores, ("user", "猫"), tools=offered)
     with pytest.raises(RequestError, match="A message needs content, or tool_calls"):  # which got an answer, too
         rendered(CHATS, {"role": "user"})
 
 
 def allows(text: str, template: str, **more: Any) -> bool:
     """Whether the grammar of a chat allows a whole text. `template`: what the target's chat template holds besides."""
-    tokens = deepcopy(TOKENS)
-    tokens.chat_template = f"{{{{ messages[0].content }}}}{{# {template} #}}"
-    xt = XTokAssisted((LM, tokens))
+    tokens = templated(f"{{{{ messages[0].content }}}}{{# {template} #}}")
     body = read(Chat, {"messages": [{"role": "user", "content": "a"}], **more})
-    known = format_for(body, format_of(tokens, Parsers()))
     ids = tokens("a<think>\n\n</think>\n" if "closed" in template else "a<think>" if "opened" in template else "a").input_ids
-    matcher = matcher_for(body, known, xt, ids)
+    matcher = matcher_for(body, format_for(body, format_of(tokens, Parsers())), XTokAssisted((LM, tokens)), ids)
     return all(map(matcher.try_consume_tokens, [[token] for token in tokens(text).input_ids])) and matcher.is_accepting()
 
 
@@ -409,11 +400,16 @@ the usual ones; one that ignores later system messages; and one that renders the
 """
 
 
-def rendered(template: str, *messages: tuple[str, str] | dict[str, Any], **more: Any) -> str:
-    """What the target reads of a chat's messages, which are roles with contents, or whole."""
+def templated(template: str) -> Any:
     tokens = deepcopy(TOKENS)
     tokens.chat_template = template
+    return tokens
+
+
+def rendered(template: str, *messages: tuple[str, str] | dict[str, Any], **more: Any) -> str:
+    """What the target reads of a chat's messages, which are roles with contents, or whole."""
     given = [one if isinstance(one, dict) else {"role": one[0], "content": one[1]} for one in messages]
+    tokens = templated(template)
     (one,) = submissions_of(read(Chat, {"messages": given, **more}), XTokAssisted((LM, tokens)), Limits())
     return str(tokens.decode(one.prompt.ids))
 
@@ -501,15 +497,14 @@ def test_chats_are_rendered_as_the_template_takes_them(name: str) -> None:
 
 @pytest.mark.parametrize("role", ["function", "ipython", "tool"])
 def test_messages_that_the_template_ignores_are_refused(role: str) -> None:
-    given = ("user", "a"), (role, "5"), ("user", "b")
+    chat = ("user", "a"), (role, "5"), ("user", "b")
     with pytest.raises(RequestError, match=rf"ignores message 2 of the chat, of role '{role}'") as refused:
-        rendered(KNOWN, *given)
+        rendered(KNOWN, *chat)
     assert refused.value.body["error"]["param"] == "messages"
     with pytest.raises(InvalidInputError, match="ignores message 2"):
-        tokens = deepcopy(TOKENS)
-        tokens.chat_template = KNOWN
-        XTokAssisted((LM, tokens)).generate([{"role": name, "content": text} for name, text in given], max_new_tokens=1)
-    assert rendered(CHATS, *given) == f"user:a\n{role}:5\nuser:b\nassistant:"
+        xt = XTokAssisted((LM, templated(KNOWN)))
+        xt.generate([{"role": name, "content": text} for name, text in chat], max_new_tokens=1)
+    assert rendered(CHATS, *chat) == f"user:a\n{role}:5\nuser:b\nassistant:"
 
 
 def with_added_markers(template: str) -> Any:
@@ -521,25 +516,21 @@ def with_added_markers(template: str) -> Any:
     return fitting(tokens, "Llama", 0, dtype=torch.float32, window=WIDE), tokens
 
 
-@pytest.mark.parametrize("forced", [True, False], ids=["forced", "beside a format"])
-def test_markers_that_are_added_tokens_are_no_text_for_grammars(forced: bool) -> None:
+def test_markers_that_are_added_tokens_are_no_text_for_grammars() -> None:
     """Found by a hostile trial: the grammar forbade the id of the marker that it wanted, and requests were refused."""
     lm, tokens = with_added_markers("{{ messages[0].content }}{{ tools | length if tools else '' }}{# <tool_call> <think> #}")
     xt = XTokAssisted((lm, tokens), PromptLookup())
     call, marks = f"<tool_call>\n{CALL}\n</tool_call>".replace("京都", "a"), ("<think>", "</think>", "<tool_call>")
-    more = {"tool_choice": "required"} if forced else HELD
-    body = read(Chat, {"messages": [{"role": "user", "content": "a <tool_call>"}], "tools": TOOLS[:1], **more})
-    known = format_for(body, format_of(tokens, Parsers()))
-    matcher = matcher_for(body, known, xt, tokens("a").input_ids)
-    for text in (call, f"<think>\nb\n</think>\n{call}", *([] if forced else ['<think>b</think>{"n": 7}', '{"n": 7}'])):
-        one = matcher.deep_copy()
-        ids = tokens(text).input_ids
-        assert {tokens.convert_tokens_to_ids(mark) for mark in marks if mark in text} <= {*ids}
-        assert all(one.consume_token(token) for token in ids) and one.is_accepting(), text
-    with serving(xt) as running, running.client() as own:
-        sampled = {"temperature": 1.0, "seed": 8, "max_tokens": 300, "frequency_penalty": 2.0, "tools": TOOLS[:1]}
-        message, _ = asked(own, False, **sampled, **more)
-        assert not forced or message.tool_calls or message.content or hasattr(message, "reasoning_content")
+    chat: Any = {"messages": [{"role": "user", "content": "a <tool_call>"}], "tools": TOOLS[:1]}
+    for more, others in (({"tool_choice": "required"}, []), (HELD, ['<think>b</think>{"n": 7}', '{"n": 7}'])):
+        body = read(Chat, {**chat, **more})
+        matcher = matcher_for(body, format_for(body, format_of(tokens, Parsers())), xt, tokens("a").input_ids)
+        for text in (call, f"<think>\nb\n</think>\n{call}", *others):
+            one, ids = matcher.deep_copy(), tokens(text).input_ids
+            assert {tokens.convert_tokens_to_ids(mark) for mark in marks if mark in text} <= {*ids}
+            assert all(one.consume_token(token) for token in ids) and one.is_accepting(), text
+    with serving(xt) as running:
+        assert running.ask("chat/completions", **chat, tool_choice="required", max_tokens=9).status_code == 200
 
 
 def test_reasoning_tokens_are_those_between_the_marks() -> None:

@@ -50,7 +50,7 @@ class Record:
 
     def __init__(self, top: int) -> None:
         self._top = top
-        self._row = torch.zeros(0)
+        self._row = torch.zeros(0, dtype=torch.float32, device="cpu")
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
         """`ids`: (1, length). `scores`: (1, vocabulary)."""

@@ -276,7 +276,7 @@ class Follower(StoppingCriteria):
         if any(part.kind == "reasoning" for part in parts):
             first, last = self._reasoning
             self._reasoning = first if last >= 0 else self._ids, self._ids
-        return torch.tensor([self._reader.stopped], device=input_ids.device)
+        return torch.tensor([self._reader.stopped], dtype=torch.bool, device=input_ids.device)
 
     def _picked(self, size: float) -> list[Picked]:
         """The picks that begin within the first `size` bytes and weren't returned yet."""
