@@ -117,6 +117,8 @@ def measure(
 
 def _supported(theirs: dict[str, System], calls: Sequence[Mapping[str, Any]], title: str) -> dict[str, System]:
     """The first of these systems, and the fastest of the others; none if transformers refuses these models and calls."""
+    if not theirs:
+        return {}
     try:
         tried = write_in_turns(theirs, calls, f"assisted generation by transformers, {title}")
     except (ValueError, AttributeError):  # for vocabularies of one size and batches; and for some pairs when sampling
