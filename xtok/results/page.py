@@ -18,31 +18,7 @@ TINTS = {
 }
 """Background of each kind of draft. Any kind of colour vision tells them apart, and dark text can be read on all of them."""
 VIEW = Path(__file__).parent / "view"
-"""The folder of the scripts and the style sheet."""
-_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<title>xtok: who guessed what</title>
-<style>
-{style}</style>
-</head>
-<body>
-<main id="view"></main>
-<noscript><p>This page needs JavaScript. The text alone:</p><pre>{text}</pre></noscript>
-<script type="application/json" id="data">{data}</script>
-<script type="module">
-{script}
-const {{ trace, tints }} = JSON.parse(document.getElementById("data").textContent);
-new View(document.getElementById("view"), tints).showTrace(trace);
-</script>
-</body>
-</html>
-"""
+"""The folder of the scripts, the style sheet, and the page around them."""
 
 
 def tints(drafts: Sequence[str]) -> dict[str, str]:
@@ -53,8 +29,8 @@ def tints(drafts: Sequence[str]) -> dict[str, str]:
 def page(trace: Mapping[str, Any]) -> str:
     """A file that loads nothing else. `trace`: as `Generation.to_dict` gives it."""
     data = json.dumps({"trace": trace, "tints": TINTS}, ensure_ascii=False).replace("<", "\\u003c")  # also </script>
-    style = (VIEW / "view.css").read_text(encoding="utf-8")
-    return _PAGE.format(policy=_POLICY, style=style, text=escape(trace["text"]), data=data, script=_script())
+    whole, style = ((VIEW / name).read_text(encoding="utf-8") for name in ("page.html", "view.css"))
+    return whole.format(style=style, text=escape(trace["text"]), data=data, script=_script())
 
 
 def frame(trace: Mapping[str, Any]) -> str:

@@ -167,9 +167,7 @@ class Answer(ABC):
             self.service.metrics.ended.labels(unended).inc(left)
         self.context.log |= {
             "completion_tokens": tokens,
-            "finish_reasons": [
-                self.ended[index].finish_reason if index in self.ended else unended for index in range(len(tickets))
-            ],
+            "finish_reasons": [self.ended[i].finish_reason if i in self.ended else unended for i in range(len(tickets))],
             "draft_n": sum(one.proposed for one in tickets),
             "draft_n_accepted": sum(one.accepted for one in tickets),
             "seconds_to_first": None if self._first is None else round(self._first - self.context.start, 6),

@@ -115,7 +115,7 @@ class Reader:
             self._parser = ResponseParser(loaded, prefix=prefix, tools=list(tools))
         self._cut, self._size = Cut(stops), 0
         self._skips_space = bool(prefix)
-        self._spaces: list[str] = []  # they are left out before a mark
+        self._spaces = ""  # those before a mark are left out
         self._read: list[str] = []
         self._start: int | None = None  # where the call begins that is being read
         self._before = 0  # how many bytes the text has before that call
@@ -149,57 +149,47 @@ class Reader:
         """The parts that are left when the text has ended."""
         unread = self._parser is not None and not self.stopped
         found = self._parsed(lambda: self._parser.finalize()[1]) if unread else []
-        return _joined([*found, *self._flushed(), *self._spaced("", "content")])
+        return _joined([*found, *self._flushed(), *([Part("content", self._spaces)] if self._spaces else [])])
 
     def _parsed(self, parse: Callable[..., list[dict[str, Any]]], *piece: str) -> list[Part]:
         try:
             return [part for event in parse(*piece) for part in self._parts(event)]
         except Exception:  # a tokenizer's own template can't parse it: from here on, it is text
             self._parser, text = None, "" if self._start is None else self._since_start()
-            return [*self._content(text)]
+            return self._content(text)
 
-    def _parts(self, event: dict[str, Any]) -> Iterator[Part]:
+    def _parts(self, event: dict[str, Any]) -> list[Part]:
         field, kind = event["field"], event["type"]
         if field == _CALLS:
-            yield from self._flushed()
-            yield from self._call(event)
-        elif kind == "region_chunk":
+            return self._flushed() + self._call(event)
+        if kind == "region_chunk":
             text = event["text"].lstrip() if self._skips_space else event["text"]
             self._skips_space = self._skips_space and not text
             if field == "content":
-                yield from self._content(text)
-            elif field in REASONING:
-                yield from self._flushed()
-                yield from self._trimmed(text, "reasoning")
-        elif field in REASONING:
+                return self._content(text)
+            return self._flushed() + self._said(text, "reasoning") if field in REASONING else []
+        if field in REASONING:
             self._skip_space()
+        return []
 
-    def _content(self, text: str) -> Iterator[Part]:
-        yield from self._trimmed(self._cut.add(text), "content")
+    def _content(self, text: str) -> list[Part]:
+        return self._said(self._cut.add(text), "content")
 
-    def _flushed(self) -> Iterator[Part]:
+    def _flushed(self) -> list[Part]:
         """The content that might have begun a stop string."""
-        yield from self._trimmed(self._cut.flush(), "content")
+        return self._said(self._cut.flush(), "content")
 
-    def _trimmed(self, text: str, kind: Literal["content", "reasoning"]) -> Iterator[Part]:
-        """A text without the spaces at its end, which are held back."""
+    def _said(self, text: str, kind: Literal["content", "reasoning"]) -> list[Part]:
+        """A text after the spaces that were held back, and without those at its end."""
         bare = text.rstrip() if self._parser is not None else text
-        if bare:
-            yield from self._spaced(bare, kind)
-        self._spaces.append(text[len(bare) :])
-
-    def _spaced(self, text: str, kind: Literal["content", "reasoning"]) -> Iterator[Part]:
-        """A text after the spaces that were held back."""
-        whole = "".join([*self._spaces, text])
-        self._spaces.clear()
-        if whole:
-            yield Part(kind, whole)
+        whole, self._spaces = self._spaces + bare, text[len(bare) :] if bare else self._spaces + text
+        return [Part(kind, whole)] if bare else []
 
     def _skip_space(self) -> None:
-        self._skips_space = True
-        self._spaces.clear()
+        self._skips_space, self._spaces = True, ""
 
-    def _call(self, event: dict[str, Any]) -> Iterator[Part]:
+    def _call(self, event: dict[str, Any]) -> list[Part]:
+        found = list[Part]()
         if event["type"] == "region_open":
             text = "".join(self._read)
             self._start = max((one.start() for one in self._opens.finditer(text)), default=0)
@@ -208,12 +198,13 @@ class Reader:
             try:
                 calls = [Part("call", text, name, uuid4().hex[:9]) for name, text in calls_of(event["value"])]
             except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
-                yield from self._content(self._since_start())
+                found = self._content(self._since_start())
             else:
                 self._skip_space()
-                yield from calls[: self._left]
+                found = calls[: self._left]
                 self._left = None if self._left is None else max(0, self._left - len(calls))
             self._start = None
+        return found
 
     def _since_start(self) -> str:
         return "".join(self._read)[self._start :]
