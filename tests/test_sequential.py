@@ -80,13 +80,10 @@ def test_guesses_follow_from_all_that_was_picked(window: int, skipped: set[int],
             rounds += 1
             return Tree() if rounds in skipped else (yield from super().guess(context, budget))
 
-        def begin(self, context: Context, budget: Budget) -> Any:
-            begun = super().begin(context, budget)
-            return begun and (*begun[:2], self.watched(context, begun[2]))
-
-        def watched(self, context: Context, reading: Any) -> Any:
-            logits = yield from reading
-            errors.append(float((logits - from_scratch(self.heads, [*context.ids], self._start)).abs().max()))
+        def read(self, context: Context, front: Any) -> Any:
+            logits = yield from super().read(context, front)
+            if not front[0].ids:
+                errors.append(float((logits - from_scratch(self.heads, [*context.ids], self._start)).abs().max()))
             return logits
 
     class WatchedHeads(HeadsDrafter):

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from xtok.drafts.base import Context, ModelDrafter
-from xtok.drafts.growth import IdPath, noise_states
-from xtok.drafts.meter import Meter
+from xtok.drafts.growth import IdPath, TreeDrafter, noise_states
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.tree import Tree, chain
 from xtok.models.forwards import Steps
@@ -26,21 +25,14 @@ as the noise counts it. Returns the accepted guess, or None, and the scores to d
 """
 
 
-class DrawableDrafter(ModelDrafter):
+class DrawableDrafter(TreeDrafter[Any]):
     """A drafter whose guesses can also be independent random draws. `keys`: the noise keys of the target's ids."""
 
     keys: Tensor
-    meter: Meter
 
     @abstractmethod
-    def begin(self, context: Context, budget: Budget) -> tuple[Any, int, Steps[Tensor]] | None:
-        """The empty path, how many ids a path may have, and what reads the context and gives the logits after it, (1, ids).
-        None if nothing can be guessed.
-        """
-
-    @abstractmethod
-    def read(self, front: Sequence[Any]) -> Steps[Tensor]:
-        """The logits after each path, (paths, ids)."""
+    def read(self, context: Context, front: Sequence[Any]) -> Steps[Tensor]:
+        """The logits after each path, (paths, ids); the context is read with the empty path."""
 
     @abstractmethod
     def distribution(self, logits: Tensor) -> Distribution:
@@ -71,21 +63,20 @@ class DrawnChains(ModelDrafter):
         drafter, distributions = self._drafter, list[Distribution]()
         if (begun := drafter.begin(context, budget)) is None:
             return Tree()
-        path, depth, reading = begun
+        path, limit = begun
         try:
-            while len(path.ids) < depth and path.is_open and path.confidence >= budget.confidence:
+            while len(path.ids) < limit.depth and path.is_open and path.confidence >= limit.confidence:
                 with drafter.meter.drafting():
-                    distribution = drafter.distribution((yield from reading))
+                    distribution = drafter.distribution((yield from drafter.read(context, [path])))
                     if not len(distribution.ids):
                         break
                     path = drafter.child(context, path, *self._drawn(context, path, distribution))
                     distributions.append(distribution)
-                reading = drafter.read([path])
         except Exception as error:
             if not distributions:
                 raise
             self._failure.append(error.with_traceback(None))  # which would keep all tensors of the forward pass alive
-        return chain(path.ids, path.written, distributions)
+        return chain(path.ids, distributions=distributions)
 
     def _drawn(self, context: Context, path: IdPath, distribution: Distribution) -> tuple[int, float]:
         """An id drawn from `distribution` after a path, and its probability."""

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from xtok.align.continuation import Continuation
-from xtok.drafts.base import Context, ModelDrafter
-from xtok.drafts.growth import CHILDREN, SHARPNESS, Path, as_lists, check_numbers, grown
+from xtok.drafts.base import Context
+from xtok.drafts.growth import CHILDREN, SHARPNESS, Path, TreeDrafter, as_lists, check_numbers
 from xtok.drafts.meter import Meter
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.reader import Reader
@@ -26,12 +26,12 @@ _TIED = 1e-6
 
 @dataclass
 class _Guess(Path):
-    """A guessed text. `token`: the draft's last token of it. `given`: the bytes at the beginning of `written` that the context
-    has already.
+    """A guessed text. `token`: the draft's last token of it; None before the first. `given`: the bytes at the beginning of
+    `written` that the context has already.
     """
 
     given: bytes = b""
-    token: int = 0
+    token: int | None = None
 
     @property
     def added(self) -> bytes:
@@ -39,7 +39,7 @@ class _Guess(Path):
 
 
 @dataclass(eq=False, repr=False)
-class CrossTokenizerDrafter(ModelDrafter):
+class CrossTokenizerDrafter(TreeDrafter[_Guess]):
     """Reads the context in the draft's own ids, guesses texts, and returns them in the target's ids. For one sequence.
 
     The last draft token of the context may be the beginning of a longer token (token healing, as in guidance). So some guesses
@@ -56,31 +56,23 @@ class CrossTokenizerDrafter(ModelDrafter):
     def __post_init__(self) -> None:
         self._view = self.draft.vocabulary.view
 
-    @torch.no_grad()
-    def guess(self, context: Context, budget: Budget) -> Steps[Tree]:
-        """A tree of the target's ids for what the draft writes within the budget; a chain if its width is 1."""
-        chained = budget.width == 1 or not self.draft.branches
+    def begin(self, context: Context, budget: Budget) -> tuple[_Guess, Budget] | None:
         depth = self.reader.longest(budget.depth)
         pending = self.reader.read(context, depth)
         if not self.reader.size or not depth:
-            return Tree()
-        budget = replace(budget, depth=depth, width=1 if chained else budget.width)
-        with self.meter.drafting():
-            first = yield from self._first(pending, chained)
-        guesses = yield from grown(first, budget, self._expanded if not chained else lambda front: self._expanded(front, 1))
-        with self.meter.timing("align"):
-            return self._tree(context, guesses[-1:] if chained else guesses, budget)
+            return None
+        limit = replace(budget, depth=depth, width=budget.width if self.draft.branches else 1)
+        return _Guess(1.0, -1, b"", given=pending), limit
 
-    def _first(self, pending: bytes, chained: bool) -> Steps[list[_Guess]]:
-        """The first tokens of guesses: after the context's last token, and in place of it. For a chain, only the most probable.
-
-        `pending`: the bytes of a character that the context leaves unfinished.
+    def _first(self, follows: _Guess, chained: bool) -> Steps[list[_Guess]]:
+        """The first tokens of guesses: after the context's last token, as `follows`, and in place of it. For a chain, only the
+        most probable.
         """
+        pending = follows.given
         logits = yield from self.reader.logits(rows=min(2, self.reader.size))
         rows = logits.float() * SHARPNESS
         token, count = self.reader.last, 1 if chained else CHILDREN
         last = self._view[token] or b""
-        follows = _Guess(1.0, -1, b"", given=pending)
         longer = _Guess(0.0, -2, b"", given=last + pending)
         others = [other for other in self._view.ids_starting_with(last + pending) if other != token] if last else []
         if len(rows) < 2 or not others:
@@ -97,14 +89,15 @@ class CrossTokenizerDrafter(ModelDrafter):
         self.reader.take_back()
         return [replace(one, parent=-1) for one in longer_ones]
 
-    def _expanded(self, front: list[_Guess], count: int = CHILDREN) -> Steps[list[list[_Guess]]]:
-        """The continuations of some guesses, all by one forward pass."""
-        with self.meter.drafting():
-            first = self.reader.branched
-            logits = yield from self.reader.branch([guess.token for guess in front], [guess.parent for guess in front])
-            for node, guess in enumerate(front, start=first):
-                guess.parent = node
-            return (yield from self._children(logits.float() * SHARPNESS, front, count))
+    def expanded(self, context: Context, front: list[_Guess], budget: Budget) -> Steps[list[list[_Guess]]]:
+        if front[0].token is None:
+            return [(yield from self._first(front[0], budget.width == 1))]
+        first = self.reader.branched
+        tokens = [guess.token for guess in front if guess.token is not None]
+        logits = yield from self.reader.branch(tokens, [guess.parent for guess in front])
+        for node, guess in enumerate(front, start=first):
+            guess.parent = node
+        return (yield from self._children(logits.float() * SHARPNESS, front, 1 if budget.width == 1 else CHILDREN))
 
     def _children(
         self, logits: Tensor, guesses: list[_Guess], count: int, probabilities: Tensor | None = None
@@ -144,8 +137,12 @@ class CrossTokenizerDrafter(ModelDrafter):
         only[ids] = logits[ids]
         return only
 
-    def _tree(self, context: Context, guesses: list[_Guess], budget: Budget) -> Tree:
-        """The most likely of the guessed texts, as a tree of the target's ids."""
+    def tree(self, context: Context, paths: list[_Guess], budget: Budget) -> Tree:
+        """The most likely of the guessed texts, as a tree of the target's ids; of a chain, the longest."""
+        with self.meter.timing("align"):
+            return self._aligned(context, paths[-1:] if budget.width == 1 else paths, budget)
+
+    def _aligned(self, context: Context, guesses: list[_Guess], budget: Budget) -> Tree:
         probabilities: dict[tuple[bytes, bool], float] = {}
         for guess in guesses:
             if len(guess.written) >= len(guess.given):
@@ -158,4 +155,4 @@ class CrossTokenizerDrafter(ModelDrafter):
             if ended and self.target_end is not None:
                 ids.append(self.target_end)
             trie.add(ids[: budget.longest], probability)
-        return trie.best(budget.verified, guess=likeliest[0][0][0] if likeliest else b"")
+        return trie.best(budget.verified)

@@ -116,7 +116,7 @@ class FormatDrafter:
                 found.append(one)
                 waiting += self._after(one, len(found) - 1, tree, children, longest)
         probabilities = () if tree and not tree.probabilities else tuple(one.probability for one in found)
-        return Tree(tuple(one.token for one in found), tuple(one.parent for one in found), tree.guess, (), probabilities)
+        return Tree(tuple(one.token for one in found), tuple(one.parent for one in found), probabilities)
 
     def _after(self, node: _Node, index: int, tree: Tree, children: dict[int, list[int]], longest: int) -> list[_Node]:
         """The nodes to guess after a node, whose token was pushed last. `index`: the node's index in the new tree."""

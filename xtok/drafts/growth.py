@@ -1,10 +1,11 @@
 """Trees of guesses that grow level by level: one forward pass of the draft continues the likeliest guesses of all branches."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from math import isnan
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from transformers import LogitsProcessorList
 from transformers.generation.logits_process import TemperatureLogitsWarper
 
 from xtok.align.tokenbytes import TokenBytes
-from xtok.drafts.base import Context
+from xtok.drafts.base import Context, ModelDrafter
 from xtok.drafts.meter import Meter
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.tree import Tree
@@ -132,7 +133,7 @@ def child(context: Context, view: TokenBytes, guess: IdPath, conditional: float,
     """The guess continued by `token`, whose probability is `conditional` if the guess is right."""
     piece = view.to_bytes([token], before=guess.written or context.data)
     ids, controls = (*guess.ids, token), guess.controls + (not piece)
-    return IdPath(guess.probability * conditional, -1, guess.written + piece, conditional, ids=ids, controls=controls)
+    return IdPath(guess.probability * conditional, guess.parent, guess.written + piece, conditional, ids=ids, controls=controls)
 
 
 def tree_of(guesses: Sequence[IdPath], budget: Budget) -> Tree:
@@ -141,8 +142,7 @@ def tree_of(guesses: Sequence[IdPath], budget: Budget) -> Tree:
     chosen = ranked[: budget.verified([guess.probability for guess in ranked])]
     nodes = {(): -1} | {guess.ids: node for node, guess in enumerate(chosen)}
     tokens, parents = (guess.ids[-1] for guess in chosen), (nodes[guess.ids[:-1]] for guess in chosen)
-    written = ranked[0].written if ranked else b""
-    return Tree(tuple(tokens), tuple(parents), written, (), tuple(guess.probability for guess in chosen))
+    return Tree(tuple(tokens), tuple(parents), tuple(guess.probability for guess in chosen))
 
 
 def grown(
@@ -168,3 +168,37 @@ def grown(
         new = [child for children in continued for child in children]
         found += new
     return found
+
+
+class TreeDrafter(ModelDrafter, Generic[AnyPath]):
+    """A drafter whose guesses grow from the context, level by level."""
+
+    meter: Meter
+
+    @abstractmethod
+    def begin(self, context: Context, budget: Budget) -> tuple[AnyPath, Budget] | None:
+        """The empty path, and the budget within what the drafter can do (of width 1 if it can't branch). None if nothing can be
+        guessed.
+        """
+
+    @abstractmethod
+    def expanded(self, context: Context, front: list[AnyPath], budget: Budget) -> Steps[list[list[AnyPath]]]:
+        """The continuations of some paths by one forward pass; at first, of the empty path alone."""
+
+    def tree(self, context: Context, paths: list[Any], budget: Budget) -> Tree:
+        """The tree of all paths."""
+        return tree_of(paths, budget)
+
+    @torch.no_grad()
+    def guess(self, context: Context, budget: Budget) -> Steps[Tree]:
+        """A tree of the most likely guesses; a chain if the budget's width is 1."""
+        if (begun := self.begin(context, budget)) is None:
+            return Tree()
+        root, limit = begun
+
+        def expand(front: list[AnyPath]) -> Steps[list[list[AnyPath]]]:
+            with self.meter.drafting():
+                return (yield from self.expanded(context, front, limit))
+
+        first = (yield from expand([root]))[0]
+        return self.tree(context, (yield from grown(first, limit, expand)), limit)

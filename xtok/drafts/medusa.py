@@ -1,6 +1,5 @@
 """Heads that each guess one further token from the same hidden state of the target (Medusa)."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,11 +8,10 @@ from torch import Tensor, nn
 from transformers import LogitsProcessorList
 
 from xtok.align.tokenbytes import TokenBytes
-from xtok.drafts.base import Context, ModelDrafter
-from xtok.drafts.growth import IdPath, grown, likeliest, next_ids, tree_of
+from xtok.drafts.base import Context
+from xtok.drafts.growth import IdPath, TreeDrafter, likeliest, next_ids
 from xtok.drafts.meter import Meter
 from xtok.drafts.policy.settings import Budget
-from xtok.drafts.tree import Tree
 from xtok.models.forwards import Steps
 
 
@@ -35,7 +33,7 @@ class MedusaHeads(nn.Module):
 
 
 @dataclass(eq=False, repr=False)
-class MedusaDrafter(ModelDrafter):
+class MedusaDrafter(TreeDrafter[IdPath]):
     """The drafter of Medusa's heads for one sequence. `column`: the index, among the layers that drafters are shown, of the one
     to read. `keys`: the noise keys of the target's ids. `head`: the target's output embedding. `view`: the bytes of its ids.
     """
@@ -48,24 +46,28 @@ class MedusaDrafter(ModelDrafter):
     meter: Meter
     warpers: LogitsProcessorList
     _hidden: Tensor | None = None
+    _distributions: tuple[Tensor, Tensor] | None = None
 
     def take_hidden(self, start: int, hidden: Tensor) -> None:
         """Keep the last of these hidden states, (picks, layers, hidden size), from which the last id was picked."""
         self._hidden = hidden[-1, self.column]
 
-    @torch.no_grad()
-    def guess(self, context: Context, budget: Budget) -> Steps[Tree]:
-        """The likeliest guesses by the product of the heads' probabilities; none as long as the hidden state isn't known."""
-        if self._hidden is None:
-            return Tree()
-        with self.meter.drafting():
-            distributions = self._distributions(self._hidden)
-            first = (yield from self._children(context, distributions, [IdPath(1.0, -1, b"")]))[0]
-        budget = replace(budget, depth=min(budget.depth, len(distributions[0])))  # a head for each id
-        found = yield from grown(first, budget, lambda front: self._expanded(context, distributions, front))
-        return tree_of(found, budget)
+    def begin(self, context: Context, budget: Budget) -> tuple[IdPath, Budget] | None:
+        """None as long as the hidden state isn't known."""
+        self._distributions = None
+        limit = replace(budget, depth=min(budget.depth, len(self.heads.bias)))  # a head for each id
+        return None if self._hidden is None else (IdPath(1.0, -1, b""), limit)
 
-    def _distributions(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def expanded(self, context: Context, front: list[IdPath], budget: Budget) -> Steps[list[list[IdPath]]]:
+        """The continuations of each guess by the distribution of its next head."""
+        if self._distributions is None:
+            assert self._hidden is not None
+            self._distributions = self._distributions_after(self._hidden)
+        heads = [len(guess.ids) for guess in front]
+        ids, probabilities = (part[heads] for part in self._distributions)
+        return (yield from next_ids(self.meter, context, front, ids, probabilities, self.keys, self.view))
+
+    def _distributions_after(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The distribution of each head: ids, int64, and probabilities, float32, (heads, ids) each. `hidden`: (size,)."""
         logits = self.head(self.heads(hidden.to(self.heads.weight.device)))
         ids, probabilities = likeliest(logits.to(self.keys.device), self.warpers)
@@ -73,17 +75,3 @@ class MedusaDrafter(ModelDrafter):
             ids = torch.arange(probabilities.shape[1], dtype=torch.int64, device=probabilities.device)
             ids = ids.expand(len(probabilities), -1)
         return ids, probabilities
-
-    def _expanded(
-        self, context: Context, distributions: tuple[Tensor, Tensor], front: Sequence[IdPath]
-    ) -> Steps[list[list[IdPath]]]:
-        with self.meter.drafting():
-            return (yield from self._children(context, distributions, front))
-
-    def _children(
-        self, context: Context, distributions: tuple[Tensor, Tensor], front: Sequence[IdPath]
-    ) -> Steps[list[list[IdPath]]]:
-        """The continuations of each guess by the distribution of its next head."""
-        heads = [len(guess.ids) for guess in front]
-        ids, own = (part[heads] for part in distributions)
-        return (yield from next_ids(self.meter, context, front, ids, own, self.keys, self.view))

@@ -13,21 +13,10 @@ from xtok.align.tokenbytes import TokenBytes
 from xtok.align.vocabulary import Projection
 from xtok.drafts.acceptance import DrawableDrafter
 from xtok.drafts.base import Context
-from xtok.drafts.growth import (
-    CHILDREN,
-    SHARPNESS,
-    IdPath,
-    as_lists,
-    check_numbers,
-    grown,
-    likeliest,
-    noise_after,
-    tree_of,
-)
+from xtok.drafts.growth import CHILDREN, SHARPNESS, IdPath, as_lists, check_numbers, likeliest, noise_after
 from xtok.drafts.meter import Meter
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.reader import Reader
-from xtok.drafts.tree import Tree
 from xtok.models.forwards import Steps
 from xtok.models.load import DraftModel
 from xtok.sampling.draws import Distribution
@@ -119,7 +108,9 @@ def summed(tokens: Sequence[int], probabilities: Sequence[float]) -> list[tuple[
 
 @dataclass
 class _Guess(IdPath):
-    """A guess. `draft_ids`: the draft's ids for the guess's last id. `size`: how many ids the draft has read after it."""
+    """A guess. `draft_ids`: the draft's ids for the guess's last id; of the empty guess, those for a character that the context
+    leaves unfinished. `size`: how many ids the draft has read after it.
+    """
 
     draft_ids: tuple[int, ...] = ()
     size: int = 0
@@ -145,34 +136,20 @@ class ProjectedDrafter(DrawableDrafter):
     def __post_init__(self) -> None:
         self.keys = self.candidates.keys
 
-    @torch.no_grad()
-    def guess(self, context: Context, budget: Budget) -> Steps[Tree]:
-        """A tree of guesses; a chain if the budget's width is 1."""
-        chained = budget.width == 1 or not self.draft.branches
-        if (begun := self.begin(context, budget)) is None:
-            return Tree()
-        root, depth, reading = begun
-        with self.meter.drafting():
-            first = (yield from self._children(context, (yield from reading), [root], chained))[0]
-        budget = replace(budget, depth=depth, width=1 if chained else budget.width)
-        return tree_of((yield from grown(first, budget, lambda front: self._expanded(context, front, chained))), budget)
-
-    def begin(self, context: Context, budget: Budget) -> tuple[_Guess, int, Steps[Tensor]] | None:
+    def begin(self, context: Context, budget: Budget) -> tuple[_Guess, Budget] | None:
         depth = self.reader.longest(min(budget.depth, budget.longest))
         pending = self.reader.read(context, depth + _PENDING)
         rest = self.reader.ids_of(pending) if pending else []
         size = self.reader.size + len(rest or ())
         if rest is None or not self.reader.size or not depth or not self.reader.holds(size):
             return None
-        return _Guess(1.0, -1, b"", size=size), depth, self.reader.logits(rows=1, rest=rest)
+        limit = replace(budget, depth=depth, width=budget.width if self.draft.branches else 1)
+        return _Guess(1.0, -1, b"", draft_ids=tuple(rest), size=size), limit
 
-    def _expanded(self, context: Context, front: list[_Guess], chained: bool) -> Steps[list[list[_Guess]]]:
-        with self.meter.drafting():
-            logits = yield from self.read(front)
-            return (yield from self._children(context, logits, front, chained))
-
-    def read(self, front: Sequence[_Guess]) -> Steps[Tensor]:
+    def read(self, context: Context, front: Sequence[_Guess]) -> Steps[Tensor]:
         """The draft's logits after each guess, (guesses, vocabulary). One id of the target may be several ids of the draft."""
+        if not front[0].ids:
+            return (yield from self.reader.logits(rows=1, rest=front[0].draft_ids))
         tokens, parents, last = list[int](), list[int](), list[int]()
         first = self.reader.branched
         for guess in front:
@@ -184,16 +161,16 @@ class ProjectedDrafter(DrawableDrafter):
         logits = yield from self.reader.branch(tokens, parents)
         return logits[last]
 
-    def _children(self, context: Context, logits: Tensor, guesses: list[_Guess], chained: bool) -> Steps[list[list[_Guess]]]:
-        """The continuations of each guess by its row of the draft's `logits`, (guesses, vocabulary)."""
+    def expanded(self, context: Context, front: list[_Guess], budget: Budget) -> Steps[list[list[_Guess]]]:
+        logits = yield from self.read(context, front)
         ids, probabilities = likeliest(logits, self.warpers)
-        noise = partial(self._noise, context, guesses) if context.noise is not None else None
+        noise = partial(self._noise, context, front) if context.noise is not None else None
         tokens, target_probabilities = yield from as_lists(self.meter, *self.candidates.likeliest(ids, probabilities, noise))
         check_numbers(logits, target_probabilities)
-        count = 1 if chained else CHILDREN
+        count = 1 if budget.width == 1 else CHILDREN
         return [
             [self.child(context, guess, *one) for one in summed(*row)[:count] if one[1] > 0]
-            for guess, *row in zip(guesses, tokens, target_probabilities, strict=True)
+            for guess, *row in zip(front, tokens, target_probabilities, strict=True)
         ]
 
     def _noise(self, context: Context, guesses: list[_Guess], keys: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from xtok.align.vocabulary import Vocabulary
-from xtok.drafts.base import Context, ModelDrafter, Request, check_request
-from xtok.drafts.growth import SHARPNESS, IdPath, as_lists, grown, next_ids, tree_of
+from xtok.drafts.base import Context, Request, check_request
+from xtok.drafts.growth import SHARPNESS, IdPath, TreeDrafter, as_lists, next_ids
 from xtok.drafts.meter import Meter
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.tree import Tree
@@ -90,7 +90,7 @@ class _Table:
 
 
 @dataclass(eq=False, repr=False)
-class Recycler(ModelDrafter):
+class Recycler(TreeDrafter[IdPath]):
     """The drafter of `TokenRecycling` for one sequence."""
 
     only_repeats = True
@@ -112,11 +112,10 @@ class Recycler(ModelDrafter):
     def guess(self, context: Context, budget: Budget) -> Steps[Tree]:
         """The likeliest guesses by the product of remembered probabilities; none if nothing is remembered."""
         yield from self._remember()
-        if not context.ids:
-            return Tree()
-        first = (yield from self._expanded(context, [IdPath(1.0, -1, b"")]))[0]
-        found = yield from grown(first, budget, lambda front: self._expanded(context, front))
-        return tree_of(found, budget)
+        return (yield from super().guess(context, budget))
+
+    def begin(self, context: Context, budget: Budget) -> tuple[IdPath, Budget] | None:
+        return (IdPath(1.0, -1, b""), budget) if context.ids else None
 
     def _remember(self) -> Steps[None]:
         if self._seen is None:
@@ -128,16 +127,14 @@ class Recycler(ModelDrafter):
             ids, *(torch.tensor(part, dtype=dtype, device="cpu") for part, dtype in zip(parts, _DTYPES, strict=True))
         )
 
-    def _expanded(self, context: Context, front: Sequence[IdPath]) -> Steps[list[list[IdPath]]]:
+    def expanded(self, context: Context, front: list[IdPath], budget: Budget) -> Steps[list[list[IdPath]]]:
         """The continuations of each guess by what is remembered after its last id."""
-        with self.meter.drafting():
-            known, ids, logits = self.table.likeliest_after(
-                [guess.ids[-1] if guess.ids else context.ids[-1] for guess in front]
-            )
-            if not any(known):
-                return [[] for _ in front]
-            scores = logits * SHARPNESS if context.noise is None else self.warpers(ids, logits)  # type: ignore[arg-type, unused-ignore]
-            guesses = [guess for guess, one in zip(front, known, strict=True) if one]
-            view, keys = self.vocabulary.view, self.vocabulary.keys
-            found = iter((yield from next_ids(self.meter, context, guesses, ids, scores.softmax(dim=-1), keys, view)))
-            return [next(found) if one else [] for one in known]
+        last = [guess.ids[-1] if guess.ids else context.ids[-1] for guess in front]
+        known, ids, logits = self.table.likeliest_after(last)
+        if not any(known):
+            return [[] for _ in front]
+        scores = logits * SHARPNESS if context.noise is None else self.warpers(ids, logits)  # type: ignore[arg-type, unused-ignore]
+        guesses = [guess for guess, one in zip(front, known, strict=True) if one]
+        view, keys = self.vocabulary.view, self.vocabulary.keys
+        found = iter((yield from next_ids(self.meter, context, guesses, ids, scores.softmax(dim=-1), keys, view)))
+        return [next(found) if one else [] for one in known]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -14,10 +14,9 @@ from transformers.models.mistral.modeling_mistral import MistralRMSNorm
 from xtok.align.tokenbytes import TokenBytes
 from xtok.drafts.acceptance import DrawableDrafter
 from xtok.drafts.base import Context
-from xtok.drafts.growth import SHARPNESS, IdPath, check_numbers, child, grown, likeliest, next_ids, tree_of
+from xtok.drafts.growth import SHARPNESS, IdPath, check_numbers, child, likeliest, next_ids
 from xtok.drafts.meter import Meter
 from xtok.drafts.policy.settings import Budget
-from xtok.drafts.tree import Tree
 from xtok.models.cache import CACHE, device_of, ids_read, output_embeddings, vocabulary_size
 from xtok.models.forwards import Answer, Ask, Slot, Steps
 from xtok.models.packed import PackedLinear
@@ -266,31 +265,21 @@ class SequentialDrafter(DrawableDrafter):
         self.slot.start_anew()
         self._start, self._hidden, self._waiting = start, list(hidden), sum(map(len, hidden))
 
-    @torch.no_grad()
-    def guess(self, context: Context, budget: Budget) -> Steps[Tree]:
-        """A tree of the most likely guesses; a chain if the budget's width is 1; empty while no hidden state is known."""
-        if (begun := self.begin(context, budget)) is None:
-            return Tree()
-        root, _, reading = begun
-        with self.meter.drafting():
-            first = (yield from self._children(context, (yield from reading), [root], budget))[0]
-        return tree_of((yield from grown(first, budget, lambda front: self._expanded(context, front, budget))), budget)
-
-    def begin(self, context: Context, budget: Budget) -> tuple[IdPath, int, Steps[Tensor]] | None:
+    def begin(self, context: Context, budget: Budget) -> tuple[IdPath, Budget] | None:
+        """None also while no hidden state is known."""
         if (excess := self._waiting - self.heads.window) > 0:
             self._restart(self._start + self.slot.length + excess, [torch.cat(self._hidden)[excess:]])
-        ids = context.ids[self._start + self.slot.length :]
-        if not ids or len(ids) != self._waiting:
+        if not self._waiting or len(context.ids) - self._start - self.slot.length != self._waiting or not budget.longest:
             return None
-        return IdPath(1.0, -1, b""), min(budget.depth, budget.longest), self._read_pairs(list(ids))
+        return IdPath(1.0, -1, b""), replace(budget, depth=min(budget.depth, budget.longest))
 
-    def _read_pairs(self, ids: list[int]) -> Steps[Tensor]:
+    def _read_pairs(self, ids: Sequence[int]) -> Steps[Tensor]:
         """Read the waiting pairs, whose ids are given. Returns the logits after the last, (1, ids)."""
         states = self.heads.fused(torch.cat(self._hidden)[:, list(self.columns)])
         size = self.slot.chunk or len(ids)
         for at in range(0, len(ids), size):
             some = slice(at, at + size)
-            answer = yield from self._forward(Ask(self.slot, ids[some], 1, (), states[some]))
+            answer = yield from self._forward(Ask(self.slot, list(ids[some]), 1, (), states[some]))
         assert answer.hidden is not None
         self._states, self._hidden, self._waiting = [answer.hidden[-1, 0]], [], 0
         return answer.logits
@@ -301,14 +290,10 @@ class SequentialDrafter(DrawableDrafter):
         self.meter.drafts(answer.cost)
         return answer
 
-    def _expanded(self, context: Context, front: list[IdPath], budget: Budget) -> Steps[list[list[IdPath]]]:
-        """The continuations of some guesses, all by one forward pass."""
-        with self.meter.drafting():
-            logits = yield from self.read(front)
-            return (yield from self._children(context, logits, front, budget))
-
-    def read(self, front: Sequence[IdPath]) -> Steps[Tensor]:
+    def read(self, context: Context, front: Sequence[IdPath]) -> Steps[Tensor]:
         """The logits after each guess, (guesses, ids). A guess's `parent` becomes its own node."""
+        if not front[0].ids:
+            return (yield from self._read_pairs(context.ids[self._start + self.slot.length :]))
         parents = [guess.parent for guess in front]
         for node, guess in enumerate(front, start=self.slot.branched):
             guess.parent = node
@@ -318,13 +303,10 @@ class SequentialDrafter(DrawableDrafter):
         self._states += answer.hidden[:, 0]
         return answer.logits
 
-    def _children(self, context: Context, logits: Tensor, front: Sequence[IdPath], budget: Budget) -> Steps[list[list[IdPath]]]:
-        """The continuations of each guess by its row of logits, (guesses, ids)."""
+    def expanded(self, context: Context, front: list[IdPath], budget: Budget) -> Steps[list[list[IdPath]]]:
+        logits = yield from self.read(context, front)
         ids, probabilities = self._likeliest(logits if context.noise is not None else logits * SHARPNESS)
         found = yield from next_ids(self.meter, context, front, ids, probabilities, self.keys, self.view)
-        for guess, children in zip(front, found, strict=True):
-            for one in children:
-                one.parent = guess.parent
         return [children[:1] for children in found] if budget.width == 1 else found
 
     def _likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -340,6 +322,4 @@ class SequentialDrafter(DrawableDrafter):
         return Distribution(ids[0][kept], found[kept] / found.sum())
 
     def child(self, context: Context, guess: IdPath, token: int, probability: float) -> IdPath:
-        found = child(context, self.view, guess, probability, token)
-        found.parent = guess.parent
-        return found
+        return child(context, self.view, guess, probability, token)

@@ -242,7 +242,7 @@ class Session:
                     guess = yield from drafter.guess(context, limit)
                 else:
                     guess = drafter.propose(context, limit)
-                tree = self._fitted(draft, context, _sound(guess).within(limit.longest), limit.longest)
+                tree = self._fitted(draft, context, _validated(guess).within(limit.longest), limit.longest)
                 tree = tree.likeliest(limit.nodes)
         except Exception as error:
             return self._fails(draft, error)
@@ -255,7 +255,7 @@ class Session:
         for other, drafter in enumerate(self._drafters):
             if other != draft and callable(fit := getattr(drafter, "fit", None)):
                 try:
-                    tree = _sound(fit(context, tree, longest)).within(longest)
+                    tree = _validated(fit(context, tree, longest)).within(longest)
                 except Exception as error:
                     self._fails(other, error)
         return tree
@@ -283,8 +283,7 @@ class Session:
 
         nodes = trie.likeliest(worth)
         self._owners = [trie.owner(node) for node in nodes]
-        in_order = (one.tree.guess for one in self.proposals if one.tree)
-        return trie.tree(nodes, next((guess for guess in in_order if guess), b""))
+        return trie.tree(nodes)
 
     def _mixed(self, guessed: Sequence[_Guessed]) -> Trie:
         """All guesses with their probabilities. A model knows better than repeated text whether the text goes on like that."""
@@ -294,13 +293,13 @@ class Session:
                 trie.mix(one.tree, one.probabilities, one.draft)
             else:
                 others.append(one)
-        trie.limit([(one.tree, one.probabilities) for one in others if self.proposals[one.draft].drafted])
+        trie.damp_unshared([(one.tree, one.probabilities) for one in others if self.proposals[one.draft].drafted])
         for draft, tree, probabilities in others:
             trie.mix(tree, probabilities, draft)
         return trie
 
 
-def _sound(tree: Tree) -> Tree:
+def _validated(tree: Tree) -> Tree:
     """A drafter's tree, converted to plain numbers. Raises `InvalidInputError` or another error for what is no valid tree."""
     if not isinstance(tree, Tree):
         raise InvalidInputError(f"propose returned {tree!r}; it must return a Tree, such as xtok.chain(ids).")
@@ -310,9 +309,8 @@ def _sound(tree: Tree) -> Tree:
         raise InvalidInputError(
             f"The probabilities of a tree are {tree.probabilities!r}, and some are NaN. Give numbers from 0 to 1."
         )
-    guess = tree.guess if isinstance(tree.guess, bytes) else b""
     distributions = tree.distributions if isinstance(tree.distributions, tuple) else ()
     if not all(isinstance(one, Distribution) for one in distributions):
         distributions = ()
     ids, parents = (tuple(map(index, whole)) for whole in (tree.tokens, tree.parents))
-    return Tree(ids, parents, guess, distributions, probabilities)
+    return Tree(ids, parents, probabilities, distributions)

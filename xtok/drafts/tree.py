@@ -15,17 +15,15 @@ CARRIED = 0.98
 class Tree:
     """Guessed continuations of a context. A node is one id; its parent is an earlier node, or -1 for the context itself.
 
-    `tokens`, `parents`: the target's id of each node, and its parent. `guess`: the bytes of the text that the drafter believes
-    to be likeliest; only benchmarks use them. `probabilities`: for each node, the probability that the target picks it and all
-    its ancestors, as the drafter estimates it; empty if it doesn't. `distributions`: what each node was drawn from, if the tree
-    is a chain of random draws; else empty.
+    `tokens`, `parents`: the target's id of each node, and its parent. `probabilities`: for each node, the probability that the
+    target picks it and all its ancestors, as the drafter estimates it; empty if it doesn't. `distributions`: what each node was
+    drawn from, if the tree is a chain of random draws; else empty.
     """
 
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
-    guess: bytes = b""
-    distributions: tuple[Distribution, ...] = ()
     probabilities: tuple[float, ...] = ()
+    distributions: tuple[Distribution, ...] = ()
 
     def __post_init__(self) -> None:
         try:
@@ -86,7 +84,7 @@ class Tree:
     def prefixed(self, token: int) -> "Tree":
         """The same tree after a new first node, which guesses `token`, a carried token."""
         believed = [CARRIED, *(CARRIED * one for one in self.probabilities)] if self.probabilities or not self.tokens else []
-        return Tree((token, *self.tokens), (-1, *(1 + parent for parent in self.parents)), self.guess, (), tuple(believed))
+        return Tree((token, *self.tokens), (-1, *(1 + parent for parent in self.parents)), tuple(believed))
 
     @property
     def leading_chain(self) -> int:
@@ -109,23 +107,21 @@ class Tree:
         tokens = tuple(self.tokens[node] for node in nodes)
         parents = tuple(index[self.parents[node]] for node in nodes)
         probabilities = tuple(self.probabilities[node] for node in nodes) if self.probabilities else ()
-        return Tree(tokens, parents, self.guess, self.distributions[: len(nodes)], probabilities)
+        return Tree(tokens, parents, probabilities, self.distributions[: len(nodes)])
 
 
-def chain(
-    tokens: Iterable[int], guess: bytes = b"", distributions: Sequence[Distribution] = (), probabilities: Sequence[float] = ()
-) -> Tree:
+def chain(tokens: Iterable[int], probabilities: Sequence[float] = (), distributions: Sequence[Distribution] = ()) -> Tree:
     """A tree without branches: each of `tokens`, the target's ids, follows the one before it. Arguments are fields of `Tree`.
     Raises `InvalidInputError` if they don't fit together.
     """
     try:
-        ids, drawn, given = tuple(tokens), tuple(distributions), tuple(probabilities)
+        ids, given, drawn = tuple(tokens), tuple(probabilities), tuple(distributions)
     except TypeError as error:
         raise InvalidInputError(
-            f"This is no chain: {shown((tokens, distributions, probabilities))}. "
+            f"This is no chain: {shown((tokens, probabilities, distributions))}. "
             "Give a list of ids, and if any probabilities, one for each."
         ) from error
-    return Tree(ids, tuple(range(-1, len(ids) - 1)), guess, drawn, given)
+    return Tree(ids, tuple(range(-1, len(ids) - 1)), given, drawn)
 
 
 class Trie:
@@ -171,7 +167,7 @@ class Trie:
             self._given[node][source] = max(self._given[node].get(source, 0.0), probabilities[i])
         self._joined = None
 
-    def limit(self, models: Sequence[tuple[Tree, Sequence[float]]]) -> None:
+    def damp_unshared(self, models: Sequence[tuple[Tree, Sequence[float]]]) -> None:
         """If any of the trees of some `models` continues a path, multiply nodes that none of them has by the probability that
         it leaves there: the least, if there are several.
         """
@@ -210,13 +206,13 @@ class Trie:
         ranked = sorted(range(len(probabilities)), key=lambda node: -probabilities[node])
         return sorted(ranked[: count([probabilities[node] for node in ranked])])
 
-    def tree(self, nodes: list[int], guess: bytes = b"") -> Tree:
+    def tree(self, nodes: list[int]) -> Tree:
         """The tree of some nodes, in ascending order, each after its parent."""
-        return Tree(tuple(self._tokens), tuple(self._parents), guess, (), tuple(self.probabilities)).subset(nodes)
+        return Tree(tuple(self._tokens), tuple(self._parents), tuple(self.probabilities)).subset(nodes)
 
-    def best(self, count: Callable[[Sequence[float]], int], guess: bytes = b"") -> Tree:
+    def best(self, count: Callable[[Sequence[float]], int]) -> Tree:
         """The tree of the `likeliest` nodes."""
-        return self.tree(self.likeliest(count), guess)
+        return self.tree(self.likeliest(count))
 
     def _step(self, node: int, source: int) -> float:
         """The probability that a source gives a node if all before it is right."""
