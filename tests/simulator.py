@@ -18,7 +18,7 @@ from xtok.drafts.growth import IdPath, grown, tree_of
 from xtok.drafts.meter import Meter
 from xtok.drafts.policy.policy import Batch, DraftPolicy, Outcome, Policy
 from xtok.drafts.policy.settings import Budget
-from xtok.drafts.session import Session
+from xtok.drafts.session import Guess, Session
 from xtok.drafts.tree import Tree, chain
 from xtok.models.forwards import Answer, Ask, Steps, together
 from xtok.models.timing import Cost
@@ -203,17 +203,13 @@ class World:
         """A round of some texts. Returns its picks and its work."""
         start, before, is_free = self.clock.time, self.clock.work, budget.schedule == "cost"
         batch = policy.batch(len(texts)) if is_free else Batch(len(texts), guesses=bool(policy.drafts))
-        trees = together([one.session.propose(budget, batch) for one in texts])
-        if batch.guesses and len(texts) > 1 and is_free and any(trees):
-            width = policy.width(
-                [(1, (one.session.offer() or []) if tree else []) for one, tree in zip(texts, trees, strict=True)]
-            )
-            trees = [
-                one.session.cut(width - 1) if len(tree) > width - 1 else tree for one, tree in zip(texts, trees, strict=True)
-            ]
-        rows = 1 + max(map(len, trees))
+        guesses = together([one.session.propose(budget, batch) for one in texts])
+        if batch.guesses and len(texts) > 1 and is_free and any(guess.tree for guess in guesses):
+            width = policy.width([(1, guess.offer or []) for guess in guesses])
+            guesses = [guess.cut(width - 1) for guess in guesses]
+        rows = 1 + max(len(guess.tree) for guess in guesses)
         self.clock.advance(self.engine.seconds(len(texts), rows))
-        outcomes = [one.go_on(tree, rows) for one, tree in zip(texts, trees, strict=True)]
+        outcomes = [one.go_on(guess, rows) for one, guess in zip(texts, guesses, strict=True)]
         policy.observe(outcomes, self.clock.time - start, is_pure=is_pure)
         self.round += 1
         return sum(one.picks for one in outcomes), self.clock.work - before
@@ -238,16 +234,16 @@ class Text:
     session: Session
     place: int = 0
 
-    def go_on(self, tree: Tree, rows: int) -> Outcome:
-        """Pick ids as far as the tree is right, and one more."""
-        block = [truth(self.number, self.place)]
+    def go_on(self, guess: Guess, rows: int) -> Outcome:
+        """Pick ids as far as the guess is right, and one more."""
+        tree, block = guess.tree, [truth(self.number, self.place)]
         node = tree.child(-1, block[0])
         while node is not None:
             block.append(truth(self.number, self.place + len(block)))
             node = tree.child(node, block[-1])
         self.place += len(block)
         self.session.extend(block)
-        return self.session.outcome(rows)
+        return self.session.outcome(guess, block, rows)
 
 
 @dataclass

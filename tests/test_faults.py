@@ -187,12 +187,10 @@ HARMLESS: dict[str, Any] = {
     "more and less than any probability": guesses((5, 6), (-1, 0), probabilities=(INFINITY, -3.0)),
     "tensors": guesses((torch.tensor(5),), (-1,), probabilities=(torch.tensor(0.5),)),
     "no probability": guesses((5,), (-1,), probabilities=(0.0,)),
-    "a text of ids": guesses((5, 6), (-1, 0), guess=torch.tensor([1, 2])),
-    "a text that is a number": guesses((5, 6), (-1, 0), guess=5),
     "a distribution that is a number": guesses((5, 6), (-1, 0), distributions=5),
     "distributions that are none": guesses((5, 6), (-1, 0), distributions=(5, None)),
     VANDAL: SimpleNamespace(propose=vandalises),
-    "distributions that nothing was drawn from": gives(chain([5, 5], b"", [UNLIKELY, UNLIKELY])),
+    "distributions that nothing was drawn from": gives(chain([5, 5], distributions=[UNLIKELY, UNLIKELY])),
 }
 """What a draft may answer or do without being reported."""
 BROKEN: dict[str, tuple[Any, str]] = {

@@ -182,7 +182,7 @@ def test_heads_guess_after_a_carried_token(tmp_path: Path) -> None:
     session = Session([HeadsDrafter(tmp_path / "h")], request, Policy([DraftPolicy()]), TOKENS("吾輩は").input_ids)
     session.extend([7], hidden=torch.randn(2, 1, 32, dtype=TARGET.dtype), carried=9)
     (guess,) = together([session.propose(Budget(4, width=4, schedule="constant"))])
-    assert guess.tokens[0] == 9 and len(guess) > 1 and request.meter.draft_error is None
+    assert guess.tree.tokens[0] == 9 and len(guess.tree) > 1 and request.meter.draft_error is None
 
 
 def test_a_target_may_change_its_precision_after_it_was_handed_in(tmp_path: Path) -> None:

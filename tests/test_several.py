@@ -27,7 +27,7 @@ from xtok.drafts.given import ModelDraft
 from xtok.drafts.growth import Path, grown
 from xtok.drafts.meter import Meter
 from xtok.drafts.policy.policy import DraftPolicy, Outcome, Policy
-from xtok.drafts.session import Session
+from xtok.drafts.session import Guess, Session
 from xtok.models.forwards import Steps, together
 from xtok.models.load import draft_model, target_model
 from xtok.models.prompts import prompt_ids
@@ -55,7 +55,7 @@ class Guesses:
         return ScriptedDrafter(lambda context: self.tree)
 
 
-def merged(guesses: Sequence[Tree], budget: Budget) -> tuple[Tree, Session]:
+def merged(guesses: Sequence[Tree], budget: Budget) -> tuple[Guess, Session]:
     request: Any = SimpleNamespace(meter=Meter(), vocabulary=SimpleNamespace(size=9, view=token_bytes(TOKENS)))
     session = Session([Guesses(tree) for tree in guesses], request, Policy([DraftPolicy() for _ in guesses]), [])
     return together([session.propose(budget)])[0], session
@@ -68,10 +68,10 @@ def test_merging_adds_no_candidate_and_loses_none_but_those_beyond_the_budget(
     guesses = [tree_of(one) for one in found]
     if silent:  # a drafter that doesn't say how probable its guesses are
         guesses[0] = Tree(guesses[0].tokens, guesses[0].parents)
-    tree, session = merged(guesses, Budget(nodes=nodes, depth=5, width=4, schedule="constant"))
+    guess, _ = merged(guesses, Budget(nodes=nodes, depth=5, width=4, schedule="constant"))
     candidates = {path for one in guesses for path in paths_of(one)}
-    assert set(paths_of(tree)) <= candidates and len(tree) == min(nodes, len(candidates))
-    for path, source in zip(paths_of(tree), session.sources(tree), strict=True):
+    assert set(paths_of(guess.tree)) <= candidates and len(guess.tree) == min(nodes, len(candidates))
+    for path, source in zip(paths_of(guess.tree), guess.owners, strict=True):
         assert source is not None and path in paths_of(guesses[source])
 
 
@@ -240,8 +240,8 @@ def test_a_draft_of_the_callers_own_starts_a_drafter_for_each_text_and_shows_it_
 CARRIED = 4
 
 
-def after_carried(found: Sequence[Sequence[tuple[list[int], float]]], budget: Budget) -> tuple[Tree, Session]:
-    """What drafts that guess each of some trees after the carried token make together, and by whom."""
+def after_carried(found: Sequence[Sequence[tuple[list[int], float]]], budget: Budget) -> tuple[Guess, Session]:
+    """What drafts that guess each of some trees after the carried token make together."""
     _, session = merged([tree_of(one) for one in found], budget)
     session.extend([7], carried=CARRIED)
     return together([session.propose(budget)])[0], session
@@ -253,14 +253,16 @@ def test_a_carried_token_is_guessed_first_and_drafts_are_merged_after_it(
     found: list[list[tuple[list[int], float]]], nodes: int, longest: int, left: int
 ) -> None:
     budget = Budget(nodes=nodes, longest=longest, depth=5, width=4, schedule="constant")
-    tree, session = after_carried(found, budget)
+    guess, _ = after_carried(found, budget)
     rest = replace(budget, nodes=max(1, nodes - 1), longest=longest - 1 if nodes > 1 else 0)
-    plain, other = merged([tree_of(one) for one in found], rest)
-    assert paths_of(tree) == [(CARRIED,), *((CARRIED, *path) for path in paths_of(plain))]
-    assert session.sources(tree) == (None, *other.sources(plain))
-    cut = session.cut(left)
-    assert len(cut) == min(left, len(tree)) and set(paths_of(cut)) <= set(paths_of(tree))
-    assert not cut or (cut.tokens[0] == CARRIED and session.sources(cut)[0] is None)
+    plain, _ = merged([tree_of(one) for one in found], rest)
+    assert paths_of(guess.tree) == [(CARRIED,), *((CARRIED, *path) for path in paths_of(plain.tree))]
+    assert [*guess.owners] == [None, *plain.owners]
+    cut = guess.cut(left)
+    assert len(cut.tree) == len(cut.owners) == min(left, len(guess.tree)) and set(paths_of(cut.tree)) <= set(
+        paths_of(guess.tree)
+    )
+    assert not cut.tree or (cut.tree.tokens[0] == CARRIED and cut.owners[0] is None)
 
 
 @pytest.mark.parametrize(
@@ -271,10 +273,10 @@ def test_guesses_are_judged_only_if_the_carried_token_before_them_was_right(
 ) -> None:
     _, session = after_carried([[([1], 0.5), ([3], 0.2)]], Budget(depth=5, width=4))
     session.policy.observe([Outcome()], 1.0)
-    tree = together([session.propose(Budget(depth=5, width=4))])[0]
-    assert tree.tokens[0] == CARRIED
+    guess = together([session.propose(Budget(depth=5, width=4))])[0]
+    assert guess.tree.tokens[0] == CARRIED
     session.extend(block)
-    outcome = session.outcome(4)
+    outcome = session.outcome(guess, block, 4)
     (proposal,) = outcome.proposals
     assert (proposal.right, proposal.accepted) == ((1, 1) if learnt else (0, 0))
     assert outcome.picks == len(block)

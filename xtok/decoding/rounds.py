@@ -17,12 +17,13 @@ from xtok.decoding.pick import EarlyPick, PickRequest, early_picks
 from xtok.decoding.sequence import Round, Sequence
 from xtok.drafts.policy.policy import Batch
 from xtok.drafts.policy.settings import Budget
+from xtok.drafts.session import Guess
 from xtok.drafts.tree import Tree
 from xtok.models import timing
 from xtok.models.forwards import Answer, Ask, Steps, answered, together
 from xtok.models.timing import EXCLUDED, timed
 
-_NOTHING = Tree()
+_NOTHING = Guess()
 _KEPT = 2048
 """For how many of a prompt's last ids hidden states are kept for drafters, at least: no heads see more."""
 
@@ -71,8 +72,8 @@ def _round(sequences: list[Sequence]) -> list[list[int]]:
     plans = [_plan(one, batch) for batch, some in batches for one in some]
     planned = dict(zip([one for _, some in batches for one in some], together(plans), strict=True)) if plans else {}
     going = [one for one in sequences if one.finish_reason is None]
-    trees = _trim_to_width(going, [planned.get(one, _NOTHING) for one in going]) if planned else [_NOTHING] * len(going)
-    blocks = dict(zip(going, _verified(going, trees), strict=True))
+    guesses = _trim_to_width(going, [planned.get(one, _NOTHING) for one in going])
+    blocks = dict(zip(going, _verified(going, guesses), strict=True))
     _observe(batches, timing.perf_counter() - EXCLUDED.seconds - start, is_pure=len(guessing) == len(sequences))
     return [blocks.get(one, []) for one in sequences]
 
@@ -100,7 +101,7 @@ def _observe(batches: list[tuple[Batch, list[Sequence]]], seconds: float, *, is_
             policy.observe(outcomes, seconds / len(batches), is_pure=is_whole)
 
 
-def _plan(sequence: Sequence, batch: Batch) -> Steps[Tree]:
+def _plan(sequence: Sequence, batch: Batch) -> Steps[Guess]:
     """The guess of the drafts. An error that isn't a draft's, such as a warning that is set to raise, ends the sequence."""
     sequence.outcome = None
     try:
@@ -128,45 +129,42 @@ def _limit(sequence: Sequence) -> Budget:
     return replace(budget, longest=longest, nodes=max(1, min(budget.nodes, nodes)))
 
 
-def _trim_to_width(sequences: list[Sequence], trees: list[Tree]) -> list[Tree]:
+def _trim_to_width(sequences: list[Sequence], guesses: list[Guess]) -> list[Guess]:
     """The guesses, cut to as many nodes as pay: in a shared forward pass, a node more for one sequence is a row for all."""
-    if not any(trees):
-        return trees
-    sharing = {one: tree for one, tree in zip(sequences, trees, strict=True) if one.slot.shares and one.room()}
-    offers = [(one.left, one.session.offer() if tree and one.session else []) for one, tree in sharing.items()]
-    session = next((one.session for one, tree in sharing.items() if tree), None)
+    if not any(guess.tree for guess in guesses):
+        return guesses
+    sharing = {one: guess for one, guess in zip(sequences, guesses, strict=True) if one.slot.shares and one.room()}
+    offers = [(one.left, guess.offer if guess.tree else []) for one, guess in sharing.items()]
+    policy = next((one.policy for one, guess in sharing.items() if guess.tree), None)
     given = [(unread, probabilities) for unread, probabilities in offers if probabilities is not None]
-    if len(sharing) < 2 or session is None or len(given) < len(offers):
-        return trees
-    width = session.policy.width(given)
-    return [
-        one.session.cut(width - one.left) if one in sharing and len(tree) > width - one.left and one.session else tree
-        for one, tree in zip(sequences, trees, strict=True)
-    ]
+    if len(sharing) < 2 or policy is None or len(given) < len(offers):
+        return guesses
+    width = policy.width(given)
+    return [guess.cut(width - one.left) if one in sharing else guess for one, guess in zip(sequences, guesses, strict=True)]
 
 
-def _verified(sequences: list[Sequence], trees: list[Tree]) -> list[list[int]]:
+def _verified(sequences: list[Sequence], guesses: list[Guess]) -> list[list[int]]:
     """Let the target verify the guesses, and commit its picks. Returns the ids that each sequence commits."""
-    unread = [one.unread() for one in sequences]
+    unread, trees = [one.unread() for one in sequences], [guess.tree for guess in guesses]
     asks = [
         Ask(one.slot, [*ids, *tree.tokens], 1 + len(tree.tokens), tree.parents)
         for one, ids, tree in zip(sequences, unread, trees, strict=True)
     ]
-    checked = [*zip(sequences, [len(ids) for ids in unread], trees, answered(asks), strict=True)]
+    checked = [*zip(sequences, map(len, unread), guesses, answered(asks), strict=True)]
     early = _early_picks([one for one in checked if isinstance(one[3], Answer) and one[1] == one[0].left])
     return [_checked(*one, early.get(one[0], EarlyPicks())) for one in checked]
 
 
 @torch.no_grad()
-def _early_picks(checked: list[tuple[Sequence, int, Tree, Any]]) -> dict[Sequence, EarlyPicks | Exception]:
+def _early_picks(checked: list[tuple[Sequence, int, Guess, Any]]) -> dict[Sequence, EarlyPicks | Exception]:
     """The picks of all rows that can be picked from before anything is committed, for all sequences in one transfer; or the
     error of a sequence for which that fails.
     """
     found, requests = dict[Sequence, EarlyPicks | Exception](), dict[Sequence, PickRequest]()
-    for one, _, tree, answer in checked:
+    for one, _, guess, answer in checked:
         if one.picker.accept is None:
             try:
-                requests[one] = _pick_request(one, tree, answer)
+                requests[one] = _pick_request(one, guess.tree, answer)
             except Exception as error:
                 found[one] = error
     with timed() as span:
@@ -196,7 +194,7 @@ def _pick_request(sequence: Sequence, tree: Tree, answer: Answer) -> PickRequest
 
 
 def _checked(
-    sequence: Sequence, read: int, tree: Tree, checked: Answer | Exception, early: EarlyPicks | Exception
+    sequence: Sequence, read: int, guess: Guess, checked: Answer | Exception, early: EarlyPicks | Exception
 ) -> list[int]:
     """Commit what was checked, if all of the sequence was read. Returns the ids."""
     try:
@@ -214,7 +212,7 @@ def _checked(
         if sequence.left or not _has_drafters(sequence):
             return []
         with sequence.meter.timing("all"):
-            return _commit(sequence, tree, checked, early)
+            return _commit(sequence, guess, checked, early)
     except Exception as error:
         sequence.fail(error)
         return []
@@ -230,11 +228,11 @@ def _has_drafters(sequence: Sequence) -> bool:
     return True
 
 
-def _commit(sequence: Sequence, tree: Tree, checked: Answer, early: EarlyPicks) -> list[int]:
+def _commit(sequence: Sequence, guess: Guess, checked: Answer, early: EarlyPicks) -> list[int]:
     """Commit what the target picks along a guess, and let the drafts learn from it. Returns the ids."""
-    session = sequence.session
+    session, tree = sequence.session, guess.tree
     read = [*sequence.text.ids[-1:], *tree.tokens]
-    block, path, carried = _walk(sequence, tree, checked, early)
+    block, path, carried = _walk(sequence, guess, checked, early)
     kept = [node for node in path[1:] if node < _exact_node_count(sequence, tree)]
     sequence.slot.keep(kept)
     sequence.read += len(kept)
@@ -242,8 +240,8 @@ def _commit(sequence: Sequence, tree: Tree, checked: Answer, early: EarlyPicks) 
         last = None if carried is None else tree.child(path[-1], block[-1])
         session.extend(block, _hidden(sequence, tree, checked, path if last is None else [*path, last]), carried)
         if sequence.finish_reason is None:
-            session.learn(read, checked.logits[len(checked.logits) - len(read) :])
-        sequence.outcome = session.outcome(checked.cost.rows / checked.cost.texts)
+            session.learn(guess, read, checked.logits[len(checked.logits) - len(read) :])
+        sequence.outcome = session.outcome(guess, block, checked.cost.rows / checked.cost.texts)
     if sequence.finish_reason is not None:
         sequence.end()
     return block
@@ -267,15 +265,14 @@ def _hidden(sequence: Sequence, tree: Tree, checked: Answer, nodes: list[int]) -
 
 
 @torch.no_grad()
-def _walk(sequence: Sequence, tree: Tree, checked: Answer, early: EarlyPicks) -> tuple[list[int], list[int], int | None]:
+def _walk(sequence: Sequence, guess: Guess, checked: Answer, early: EarlyPicks) -> tuple[list[int], list[int], int | None]:
     """Pick id after id along the guesses, until no guess matches or the sequence ends.
 
     Returns the picked ids; the nodes after which they were picked (-1, for the context, and then accepted guesses); and the
     carried token: the likely next pick, if it is left to the next round.
     """
-    text = sequence.text
+    text, tree = sequence.text, guess.tree
     offset, _ = text.position
-    drafts = (None,) * len(tree) if sequence.session is None else sequence.session.sources(tree)
     block, path, carried = list[int](), list[int](), None
     node: int | None = -1
     while node is not None and sequence.finish_reason is None:
@@ -290,8 +287,8 @@ def _walk(sequence: Sequence, tree: Tree, checked: Answer, early: EarlyPicks) ->
         node = tree.child(node, token)
     sequence.catch_up()
     right = (*path[1:], *([] if node is None else [node]))
-    guess = replace(tree, distributions=()) if tree.distributions else tree
-    sequence.rounds.append(Round(offset, guess, drafts, right, len(block)))
+    shown = replace(tree, distributions=()) if tree.distributions else tree
+    sequence.rounds.append(Round(offset, shown, tuple(guess.owners), right, len(block)))
     return block, path, carried
 
 

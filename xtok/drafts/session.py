@@ -1,10 +1,10 @@
 """Drafting for one sequence: asks drafters, merges their guesses, and keeps track of what became of them."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from math import isnan
 from operator import index
-from typing import NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -20,12 +20,40 @@ from xtok.sampling.draws import Distribution
 from xtok.sampling.noise import Noise
 
 
-class _Guessed(NamedTuple):
-    """A draft's guess in a round, and the corrected probability of each of its nodes. In lists, cheap drafts come first."""
+@dataclass(frozen=True)
+class Guess:
+    """What a sequence's drafts guess in one round.
 
-    draft: int
-    tree: Tree
-    probabilities: list[float]
+    `tree`: for the target to verify. `owners`: the index of the draft that each node counts for (`Trie.owner`); None for a
+    carried token, which is the first. `probabilities`: how probable each node is by corrected probabilities, if the carried
+    token is right. `carried`: that token, if there is one. `proposals`: the guess of each draft, all of which come after it;
+    none if drafts could guess nothing. `limit`: the budget.
+    """
+
+    tree: Tree = field(default_factory=Tree)
+    owners: Sequence[int | None] = ()
+    probabilities: Sequence[float] = ()
+    carried: int | None = None
+    proposals: Sequence[Proposal] = ()
+    limit: Budget = field(default_factory=Budget)
+
+    @property
+    def offer(self) -> list[float] | None:
+        """The probabilities of the nodes, in descending order; None unless the schedule is "cost"."""
+        if self.limit.schedule != "cost":
+            return None
+        factor = 1.0 if self.carried is None else CARRIED
+        return sorted((factor * probability for probability in self.probabilities), reverse=True)
+
+    def cut(self, nodes: int) -> "Guess":
+        """The guess with its most likely nodes alone, at most `nodes` of them."""
+        ranked = sorted(range(len(self.tree)), key=lambda node: -self.probabilities[node])
+        return self if len(ranked) <= nodes else self.subset(sorted(ranked[: max(0, nodes)]))
+
+    def subset(self, nodes: list[int]) -> "Guess":
+        """The guess with some nodes alone, in this order."""
+        owners, probabilities = [self.owners[node] for node in nodes], [self.probabilities[node] for node in nodes]
+        return replace(self, tree=self.tree.subset(nodes), owners=owners, probabilities=probabilities)
 
 
 class Session:
@@ -35,32 +63,24 @@ class Session:
     what drafts cost and gain, in this sequence and others. If a drafter can't be made, or raises, it is reported once, by a
     `DraftFailedWarning`, and not asked again.
 
-    A carried token (a pick that was left to the next round, which will probably make it again) comes first in the tree, and
-    the drafts' guesses come after it. They are judged only if it is confirmed.
+    In each round, `propose` makes a guess; then `extend` takes what was committed, and `outcome` says what became of the guess.
+    A carried token (a pick that was left to the next round, which will probably make it again) comes first in the tree, and the
+    drafts' guesses come after it. They are judged only if it is confirmed.
     """
 
     def __init__(
         self, drafts: Sequence[Draft], request: Request, policy: Policy, prompt: Sequence[int], noise: Noise | None = None
     ) -> None:
         """`prompt`: the target's ids, without padding. `noise`: the noise under which the target samples; None if greedy."""
-        self._meter = request.meter
-        self._size = request.vocabulary.size
         self.policy = policy
         self._known = policy.of_sequence(len(drafts))
-        self._noise = noise
-        self._view = request.vocabulary.view
-        self._text = SequenceText(self._view, prompt)
+        self._meter, self._size, self._noise = request.meter, request.vocabulary.size, noise
+        self._text = SequenceText(request.vocabulary.view, prompt)
         self._carried: int | None = None
-        self._first: int | None = None
         self._asked = set[int]()
-        self._guessed: tuple[Budget, Tree] | None = None
-        self._owners: list[int] = []  # the draft that each node of the guess counts for
-        self._unread = 1
-        self._committed: list[int] = []
         self._drafters: list[Drafter | None] = []
         for draft in drafts:
             self._start(draft, request)
-        self.proposals = [Proposal()] * len(self._drafters)
 
     def _start(self, draft: Draft, request: Request) -> None:
         self._drafters.append(None)
@@ -80,167 +100,114 @@ class Session:
         for token in ids:
             self._text.append(token)
         self._carried = carried
-        self._committed = list(ids)
-        for draft, drafter in enumerate(self._drafters):
-            if hidden is not None and callable(take := getattr(drafter, "take_hidden", None)):
-                try:
-                    take(len(self._text.ids) + (carried is not None) - len(hidden), hidden)
-                except Exception as error:
-                    self._fails(draft, error)
+        if hidden is not None:
+            self._call("take_hidden", len(self._text.ids) + (carried is not None) - len(hidden), hidden)
 
-    def learn(self, ids: Sequence[int], logits: Tensor) -> None:
+    def learn(self, guess: Guess, ids: Sequence[int], logits: Tensor) -> None:
         """Pass the target's `logits`, (ids, vocabulary), after `ids`, which are the last committed id and all guessed ones, to
-        drafters that were asked and have `learn`.
+        drafters that have `learn`, but for those that weren't asked for the guess.
         """
+        self._call("learn", ids, logits, unless={draft for draft, one in enumerate(guess.proposals) if one.tree is None})
+
+    def close(self) -> None:
+        """Pass the whole text to drafters that have `ends`, and release all drafters."""
+        self._call("ends", self._text.data)
+        self._drafters = [None for _ in self._drafters]
+
+    def _call(self, method: str, *given: Any, unless: Collection[int] = ()) -> None:
+        """Call a method of all drafters that have it, `unless` of those of some drafts."""
         for draft, drafter in enumerate(self._drafters):
-            is_left_alone = self._guessed is not None and self.proposals[draft].tree is None
-            if not is_left_alone and callable(learns := getattr(drafter, "learn", None)):
+            if draft not in unless and callable(call := getattr(drafter, method, None)):
                 try:
-                    learns(ids, logits)
+                    call(*given)
                 except Exception as error:
                     self._fails(draft, error)
 
-    def propose(self, limit: Budget, batch: Batch | None = None, unread: int = 1, *, chained: bool = False) -> Steps[Tree]:
-        """A tree of the guesses of all drafters that are worth asking; a chain if the limit's width is 1.
+    def propose(self, limit: Budget, batch: Batch | None = None, unread: int = 1, *, chained: bool = False) -> Steps[Guess]:
+        """Guess by all drafters that are worth asking; a chain if the limit's width is 1.
 
         `batch`: the sequences of the round; None for this one alone. `unread`: how many committed ids the target forwards with
         the guess. `chained`: keep only the most likely path of the merged tree.
         """
         batch = batch or Batch()
-        self._first = self._carried if batch.guesses else None
-        self._unread, has_room = unread, True
-        if self._first is not None:
-            self._unread, has_room = unread + 1, min(limit.nodes, limit.longest) > 1
+        carried, has_room = self._carried if batch.guesses else None, True
+        if carried is not None:
+            unread, has_room = unread + 1, min(limit.nodes, limit.longest) > 1
             limit = replace(limit, longest=max(0, limit.longest - 1), nodes=max(1, limit.nodes - 1))
-        context = self._context()
-        self.proposals = [Proposal()] * len(self._drafters)
-        guessed = list[_Guessed]()
-        for draft in sorted(range(len(self._drafters)), key=lambda one: self._known[one].seconds):
-            drafter = self._drafters[draft]  # one that failed in this round, when it fitted another's guess, is gone
+        context, proposals = self._context(carried), [Proposal()] * len(self._drafters)
+        cheapest_first = sorted(range(len(self._drafters)), key=lambda draft: self._known[draft].seconds)
+        for draft in cheapest_first:
             drafted = list[Cost]()
-            if drafter is not None and has_room and (own := self._own(draft, limit, batch, drafted)) is not None:
-                one = self.proposals[draft] = yield from self._ask(draft, drafter, context, own, drafted)
-                if one.tree:
-                    guessed.append(_Guessed(draft, one.tree, self._known[draft].probabilities(one.tree)))
-        if not guessed:
-            self._guessed, self._owners = (limit, Tree()), []
-            return self._whole(Tree())
-        tree = self._merged(limit, batch.sequences, guessed)
-        path = tree.likeliest_path(limit.longest)
-        rest = () if chained or limit.width == 1 else set(range(len(tree))).difference(path)
-        tree = self._of(tree, [*path, *sorted(rest)])  # so what is right most often has its final position in the cache
-        self._guessed = limit, tree
-        return self._whole(tree)
+            if has_room and (own := self._own(draft, limit, batch, unread, drafted)) is not None:
+                proposals[draft] = yield from self._ask(draft, context, own, drafted)
+        guessed = {draft: tree for draft in cheapest_first if (tree := proposals[draft].tree)}
+        models = [draft for draft in guessed if proposals[draft].drafted]
+        merged = replace(self._merged(guessed, limit, batch, unread, models), proposals=proposals, limit=limit)
+        path = merged.tree.likeliest_path(limit.longest)
+        rest = () if chained or limit.width == 1 else set(range(len(merged.tree))).difference(path)
+        guess = merged.subset([*path, *sorted(rest)])  # so what is right most often has its final position in the cache
+        if carried is None:
+            return guess
+        owners, probabilities = [None, *guess.owners], [1.0, *guess.probabilities]
+        tree = guess.tree.prefixed(carried)
+        return replace(guess, tree=tree, owners=owners, probabilities=probabilities, carried=carried)
 
-    def _context(self) -> Context:
+    def _context(self, carried: int | None) -> Context:
         text, ids = self._text, self._text.ids
-        if self._first is None:
+        if carried is None:
             return Context(ids, text.data, text.prompt_size, text.controls, self._noise)
-        piece = self._view.to_bytes([self._first], before=text.data)
-        controls = text.controls + (not piece)
-        return Context([*ids, self._first], text.data + piece, text.prompt_size, controls, self._noise)
+        piece = text.view.to_bytes([carried], before=text.data)
+        return Context([*ids, carried], text.data + piece, text.prompt_size, text.controls + (not piece), self._noise)
 
-    def _whole(self, tree: Tree) -> Tree:
-        """The tree with the carried token before it, if there is one."""
-        return tree if self._first is None else tree.prefixed(self._first)
+    def outcome(self, guess: Guess, committed: Sequence[int], rows: float) -> Outcome:
+        """What became of a guess, after `extend`. The policy learns from the outcomes of all sequences.
 
-    def sources(self, tree: Tree) -> tuple[int | None, ...]:
-        """The index of the draft that each node counts for (`Trie.owner`); None for a carried token."""
-        carried = [None] * (self._first is not None)
-        return (*carried, *self._owners)[: len(tree)]
-
-    def offer(self) -> list[float] | None:
-        """The corrected probabilities of the latest guess's nodes, in descending order; None unless the schedule is "cost"."""
-        if self._guessed is None or self._guessed[0].schedule != "cost":
-            return None
-        probabilities = sorted(self._believed(self._guessed[1]), reverse=True)
-        return probabilities if self._first is None else [CARRIED, *(CARRIED * probability for probability in probabilities)]
-
-    def cut(self, nodes: int) -> Tree:
-        """Cut the latest guess to its most likely nodes, at most `nodes` of them."""
-        assert self._guessed is not None
-        limit, tree = self._guessed
-        nodes, is_left = nodes - (self._first is not None), nodes > 0
-        probabilities = self._believed(tree)
-        ranked = sorted(range(len(tree)), key=lambda node: -probabilities[node])
-        self._guessed = limit, self._of(tree, sorted(ranked[: max(0, nodes)]))
-        return self._whole(self._guessed[1]) if is_left else Tree()
-
-    def _of(self, tree: Tree, nodes: list[int]) -> Tree:
-        """The tree of some nodes, in that order. Keeps track of which drafts guessed them."""
-        self._owners = [self._owners[node] for node in nodes]
-        return tree.subset(nodes)
-
-    def _believed(self, tree: Tree) -> list[float]:
-        """The corrected probability of each node. If only one draft guessed, its own calibration corrects them."""
-        alone = [draft for draft, one in enumerate(self.proposals) if one.tree]
-        return self._known[alone[0]].probabilities(tree) if len(alone) == 1 else list(tree.probabilities)
-
-    def outcome(self, rows: float) -> Outcome:
-        """What became of the round's guess, after `extend`. The policy learns from the outcomes of all sequences.
-
-        `rows`: how many rows the sequence had in the target's forward pass.
+        `committed`: the ids that the round committed. `rows`: how many rows the sequence had in the target's forward pass.
         """
-        committed, picks = self._committed, len(self._committed)
-        if self._guessed is None:
-            return Outcome(rows, picks, self._known)
-        (limit, tree), self._guessed = self._guessed, None
-        owners = self._owners
-        confirmed = int(self._first is not None and committed[:1] == [self._first])
-        block, proposals = committed[confirmed:], [*self.proposals]
-        if self._first is not None and not confirmed:  # all that was guessed comes after what is wrong
-            tree, owners, proposals = Tree(), [], [replace(one, tree=None) for one in proposals]
-        believed, right = self._believed(tree), tree.path_of(block)
+        is_carried, proposals = guess.carried is not None, [*guess.proposals]
+        block = committed[is_carried:]
+        if is_carried and committed[:1] != [guess.carried]:  # all that was guessed comes after what is wrong
+            block, proposals = committed, [replace(one, tree=None) for one in proposals]
+        right = guess.tree.path_of(committed)
         for draft, one in enumerate(proposals):
             if one.tree:
-                own = [node for node, owner in enumerate(owners) if owner == draft]
+                known, accepted = self._known[draft], len(one.tree.path_of(block))
+                if guess.limit.schedule == "heuristic" and block:
+                    known.depth = max(1, (known.depth or guess.limit.depth) + (2 if accepted == one.tree.depth else -1))
+                own = [node for node, owner in enumerate(guess.owners) if owner == draft]
                 proposals[draft] = replace(
                     one,
-                    accepted=len(one.tree.path_of(block)),
+                    accepted=accepted,
                     nodes=len(own),
-                    expected=sum(believed[node] for node in own),
+                    expected=sum(guess.probabilities[node] for node in own),
                     right=len(set(own).intersection(right)),
                 )
-        self._meter.accepts([one.right for one in proposals])
-        if limit.schedule == "heuristic" and block:
-            self._adjust(limit.depth, proposals)
-        return Outcome(rows, picks, self._known, proposals)
+        if proposals:
+            self._meter.accepts([one.right for one in proposals])
+        return Outcome(rows, len(committed), self._known, proposals)
 
-    def _adjust(self, depth: int, proposals: Sequence[Proposal]) -> None:
-        """Apply the heuristic schedule to each draft that guessed. `depth`: the first depth."""
-        for draft, one in zip(self._known, proposals, strict=True):
-            if one.tree:
-                draft.depth = max(1, (draft.depth or depth) + (2 if one.accepted == one.tree.depth else -1))
-
-    def close(self) -> None:
-        """Pass the whole text to drafters that have `ends`, and release all drafters."""
-        for draft, drafter in enumerate(self._drafters):
-            if callable(ends := getattr(drafter, "ends", None)):
-                try:
-                    ends(self._text.data)
-                except Exception as error:
-                    self._fails(draft, error)
-        self._drafters = [None for _ in self._drafters]
-
-    def _own(self, draft: int, limit: Budget, batch: Batch, drafted: Sequence[Cost]) -> Budget | None:
+    def _own(self, draft: int, limit: Budget, batch: Batch, unread: int, drafted: Sequence[Cost]) -> Budget | None:
         """The budget of one draft for this round; None if it isn't to be asked."""
+        if self._drafters[draft] is None:  # it failed, perhaps in this round, when it fitted another's guess
+            return None
         if limit.schedule == "heuristic":
             return replace(limit, depth=self._known[draft].depth or limit.depth)
         if limit.schedule == "constant":
             return limit
         if not batch.guesses or self._known[draft].wait:
             return None
-        return replace(limit, pays=Pays(self.policy, self._known[draft], batch.sequences, self._unread, drafted))
+        return replace(limit, pays=Pays(self.policy, self._known[draft], batch.sequences, unread, drafted))
 
-    def _ask(self, draft: int, drafter: Drafter, context: Context, limit: Budget, drafted: list[Cost]) -> Steps[Proposal]:
+    def _ask(self, draft: int, context: Context, limit: Budget, drafted: list[Cost]) -> Steps[Proposal]:
         """Ask a drafter. Its guess is cut to what can be verified. What its forward passes take is added to `drafted`."""
-        first = draft not in self._asked
+        first, drafter = draft not in self._asked, self._drafters[draft]
         self._asked.add(draft)
         try:
             with self._meter.proposing(drafted) as took:
                 if isinstance(drafter, ModelDrafter):
                     guess = yield from drafter.guess(context, limit)
                 else:
+                    assert drafter is not None
                     guess = drafter.propose(context, limit)
                 tree = self._fitted(draft, context, _validated(guess).within(limit.longest), limit.longest)
                 tree = tree.likeliest(limit.nodes)
@@ -267,36 +234,34 @@ class Session:
         warn(message, DraftFailedWarning)
         return Proposal()
 
-    def _merged(self, limit: Budget, sequences: int, guessed: Sequence[_Guessed]) -> Tree:
-        """All guesses, merged into one tree. If there is only one guess, it stays as it is."""
+    def _merged(self, guessed: dict[int, Tree], limit: Budget, batch: Batch, unread: int, models: Collection[int]) -> Guess:
+        """The trees of some drafts, merged into one; if there is only one, it stays as it is. `models`: the drafts that had
+        forward passes.
+
+        A model knows better than repeated text whether the text goes on like that.
+        """
+        known = {draft: self._known[draft].probabilities(tree) for draft, tree in guessed.items()}
         if len(guessed) == 1:
-            draft, tree, _ = guessed[0]
-            self._owners = [draft] * len(tree)
-            return tree
-        trie = self._mixed(guessed)
+            ((draft, tree),) = guessed.items()
+            return Guess(tree, [draft] * len(tree), known[draft])
+        trie = Trie()
+        repeats = [draft for draft in guessed if getattr(self._drafters[draft], "only_repeats", False)]
+        others = [draft for draft in guessed if draft not in repeats]
+        for draft in repeats:
+            trie.mix(guessed[draft], known[draft], draft)
+        trie.damp_unshared([(guessed[draft], known[draft]) for draft in others if draft in models])
+        for draft in others:
+            trie.mix(guessed[draft], known[draft], draft)
 
         def worth(probabilities: Sequence[float]) -> int:
             most = probabilities[: limit.nodes]
-            if limit.schedule != "cost":
+            if limit.schedule != "cost" or not most:
                 return len(most)
-            return self.policy.width([(self._unread, most)], sequences) - self._unread
+            return self.policy.width([(unread, most)], batch.sequences) - unread
 
         nodes = trie.likeliest(worth)
-        self._owners = [trie.owner(node) for node in nodes]
-        return trie.tree(nodes)
-
-    def _mixed(self, guessed: Sequence[_Guessed]) -> Trie:
-        """All guesses with their probabilities. A model knows better than repeated text whether the text goes on like that."""
-        trie, others = Trie(), list[_Guessed]()
-        for one in guessed:
-            if getattr(self._drafters[one.draft], "only_repeats", False):
-                trie.mix(one.tree, one.probabilities, one.draft)
-            else:
-                others.append(one)
-        trie.damp_unshared([(one.tree, one.probabilities) for one in others if self.proposals[one.draft].drafted])
-        for draft, tree, probabilities in others:
-            trie.mix(tree, probabilities, draft)
-        return trie
+        tree = trie.tree(nodes)
+        return Guess(tree, [trie.owner(node) for node in nodes], tree.probabilities)
 
 
 def _validated(tree: Tree) -> Tree:

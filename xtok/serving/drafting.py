@@ -17,7 +17,7 @@ from xtok.drafts.meter import Meter
 from xtok.drafts.policy.policy import Batch, DraftPolicy, Outcome, Policy
 from xtok.drafts.policy.settings import Budget, check_budget
 from xtok.drafts.recycling import TokenRecycling
-from xtok.drafts.session import Session
+from xtok.drafts.session import Guess, Session
 from xtok.drafts.tree import Tree
 from xtok.errors import InvalidInputError, shown
 from xtok.models.cache_set import CacheSet, Slots
@@ -57,12 +57,12 @@ class _Step:
     """A step of the other engine, which starts when a proposal ends (`start`). `seconds`: how long it took; None until the
     first `observe`.
 
-    `rows`: for each text with a proposal, how many ids it has in the forward pass. `is_pure`: whether that pass has no others.
+    `guesses`: those of the texts with a proposal. `is_pure`: whether the target's forward pass has no other ids than these.
     `batch`: the texts with a proposal; if it guesses, drafts took `drafting` seconds. `observed`: how many ids of each text
     the step committed; None if the ids are of several steps, or of a step without a proposal.
     """
 
-    rows: dict[DraftedText, int] = field(default_factory=dict)
+    guesses: dict[DraftedText, Guess] = field(default_factory=dict)
     batch: Batch = field(default_factory=lambda: Batch(0, guesses=False))
     drafting: float = 0.0
     start: float = 0.0
@@ -157,7 +157,7 @@ class DraftEngine:
         ids, step = _ids("ids", ids, self._vocabulary.size), self._step
         if step.seconds is None:
             step.seconds = perf_counter() - step.start
-        is_whole = bool(ids) and text in step.rows and text not in step.observed
+        is_whole = bool(ids) and text in step.guesses and text not in step.observed
         step.is_pure &= is_whole
         step.observed[text] = len(ids) if is_whole else None
         text.ids += ids
@@ -189,17 +189,16 @@ class DraftEngine:
         start, limit = perf_counter(), replace(self._budget, longest=min(self._budget.longest, longest))
         going = [text for text in texts if longest and text.ids[-1] not in self._vocabulary.ends]
         batch = self._policy.batch(max(1, len(texts))) if limit.schedule == "cost" else Batch(len(texts))
-        trees = self._guessed(going, limit, batch) if batch.guesses else {}
-        rows = {text: 1 + len(trees.get(text, ())) for text in going}
+        guesses = self._guessed(going, limit, batch) if batch.guesses else dict.fromkeys(going, Guess())
         end = perf_counter()
-        self._step = _Step(rows, batch, end - start, end)
-        return [trees.get(text, Tree()) for text in texts]
+        self._step = _Step(guesses, batch, end - start, end)
+        return [guesses.get(text, Guess()).tree for text in texts]
 
-    def _guessed(self, texts: Sequence[DraftedText], limit: Budget, batch: Batch) -> dict[DraftedText, Tree]:
+    def _guessed(self, texts: Sequence[DraftedText], limit: Budget, batch: Batch) -> dict[DraftedText, Guess]:
         for text in texts:
             text.show()
-        trees = together([text.session.propose(limit, batch, chained=True) for text in texts])
-        return dict(zip(texts, trees, strict=True))
+        guesses = together([text.session.propose(limit, batch, chained=True) for text in texts])
+        return dict(zip(texts, guesses, strict=True))
 
     def _learn(self) -> None:
         """Let drafts learn from the step that is over. A step that isn't pure says little about latency, but shows which
@@ -207,7 +206,7 @@ class DraftEngine:
         """
         step, self._step = self._step, _Step(is_pure=False)
         outcomes = [
-            text.session.outcome(step.rows[text]) if step.batch.guesses else Outcome(step.rows[text], count)
+            text.session.outcome(guess := step.guesses[text], text.ids[-count:], 1 + len(guess.tree))
             for text, count in step.observed.items()
             if count is not None  # else it was put off, has ended, or spans several steps
         ]
