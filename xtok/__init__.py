@@ -3,56 +3,25 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from xtok import errors
+from xtok import errors as errors
 
+# isort: off
 if TYPE_CHECKING:
-    from xtok.assisted import XTokAssisted
-    from xtok.decoding.sequence import Round
-    from xtok.drafts.base import Context, Draft, Drafter, Request
-    from xtok.drafts.heads import HeadsDrafter
-    from xtok.drafts.lookup import PromptLookup
-    from xtok.drafts.policy.settings import Budget
-    from xtok.drafts.recycling import TokenRecycling
-    from xtok.drafts.tree import Tree, chain
-    from xtok.results.generation import Generation, Stats
-    from xtok.results.trace import Token, WrittenRound
-    from xtok.sampling.grammar import Grammar
-    from xtok.serving.drafting import DraftedText, DraftEngine
-    from xtok.serving.engine import Engine, EngineStats
-    from xtok.serving.ticket import Ticket
-    from xtok.tune import TrainedHeads, Tuned, train_heads, tune_draft
-
-__all__ = [
-    "Budget",
-    "Context",
-    "Draft",
-    "DraftEngine",
-    "DraftedText",
-    "Drafter",
-    "Engine",
-    "EngineStats",
-    "Generation",
-    "Grammar",
-    "HeadsDrafter",
-    "PromptLookup",
-    "Request",
-    "Round",
-    "Stats",
-    "Ticket",
-    "Token",
-    "TokenRecycling",
-    "TrainedHeads",
-    "Tree",
-    "Tuned",
-    "WrittenRound",
-    "XTokAssisted",
-    "__version__",
-    "chain",
-    "errors",
-    "train_heads",
-    "tune_draft",
-]
-
+    from xtok.assisted import XTokAssisted as XTokAssisted
+    from xtok.decoding.sequence import Round as Round
+    from xtok.drafts.base import Context as Context, Draft as Draft, Drafter as Drafter, Request as Request
+    from xtok.drafts.heads import HeadsDrafter as HeadsDrafter
+    from xtok.drafts.lookup import PromptLookup as PromptLookup
+    from xtok.drafts.policy.settings import Budget as Budget
+    from xtok.drafts.recycling import TokenRecycling as TokenRecycling
+    from xtok.drafts.tree import Tree as Tree, chain as chain
+    from xtok.results.generation import Generation as Generation, Stats as Stats
+    from xtok.results.trace import Token as Token, WrittenRound as WrittenRound
+    from xtok.sampling.grammar import Grammar as Grammar
+    from xtok.serving.drafting import DraftedText as DraftedText, DraftEngine as DraftEngine
+    from xtok.serving.engine import Engine as Engine, EngineStats as EngineStats
+    from xtok.serving.ticket import Ticket as Ticket
+    from xtok.tune import TrainedHeads as TrainedHeads, Tuned as Tuned, train_heads as train_heads, tune_draft as tune_draft
 
 __version__ = "0.2.0"
 _HOMES = {
@@ -73,6 +42,7 @@ _HOMES = {
     "xtok.tune": ("TrainedHeads", "Tuned", "train_heads", "tune_draft"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
+__all__ = sorted([*_HOME, "__version__", "errors"])
 
 
 def __getattr__(name: str) -> Any:
