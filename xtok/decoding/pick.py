@@ -36,11 +36,12 @@ class NearTie(NamedTuple):
 
 
 class EarlyPick(NamedTuple):
-    """What was picked by the `scores` of one position, (1, vocabulary), before the round commits anything. `token` is None if
+    """What was picked by one `row` of `scores`, (picks, vocabulary), before the round commits anything. `token` is None if
     `Picker.pick` has to decide; `margin`: over the second-best id, in scores.
     """
 
     scores: Tensor
+    row: int
     token: int | None
     margin: float
 
@@ -125,15 +126,18 @@ class Picker:
         `position`: the new text's length in bytes, and its ids without bytes: the noise depends on both. `after`: a tree, and
         the node whose children are the guesses for this pick. `early`: if it is given, `logits` aren't read.
         """
-        scores = self._scored(ids, logits) if early is None else early.scores
-        if self.noise is not None and self.accept is not None:
-            guess, left = self.accept(scores[0], *after, self.noise, position)
-            if guess is not None:
-                return guess
-            scores = left[None]
-        token, margin = self._choose(scores, position) if early is None else (early.token, early.margin)
+        if early is None:
+            scores = self._scored(ids, logits)
+            if self.noise is not None and self.accept is not None:
+                guess, left = self.accept(scores[0], *after, self.noise, position)
+                if guess is not None:
+                    return guess
+                scores = left[None]
+            early = self._choose(scores, position)
+        token, margin = early.token, early.margin
         if token is None:  # the draw is too near to a cut to be certain, so cuts are applied to all ids
             assert self.noise is not None and self.keys is not None
+            scores = early.scores[early.row : early.row + 1]
             drawn = draw(process(ids, scores, self.cuts)[0], self.keys, self.noise.at(*position))
             assert drawn is not None
             token, margin = drawn
@@ -148,13 +152,12 @@ class Picker:
         if self.scale_before_cuts is None:
             return None, False
         if early is None:
-            early = EarlyPick(logits, *self._choose(self._scored(ids, logits), position, tolerance))
+            early = self._choose(self._scored(ids, logits), position, tolerance)
         if early.token is not None and early.margin > tolerance * self.scale_before_cuts:
             return self._note(early.token, early.margin), True
         return early.token, False
 
-    def _choose(self, scores: Tensor, position: tuple[int, int], tolerance: float = 0.0) -> tuple[int | None, float]:
-        """The token and the margin of an `EarlyPick`."""
+    def _choose(self, scores: Tensor, position: tuple[int, int], tolerance: float = 0.0) -> EarlyPick:
         with self.meter.timing("noise") if self.noise is not None else nullcontext():
             return early_picks([PickRequest(self, scores, [position], [tolerance])])[0][0]
 
@@ -195,17 +198,19 @@ class PickRequest(NamedTuple):
         return self.picker.noise is None, scores.device, scores.dtype, scores.shape[1], *cuts
 
 
-def early_picks(requests: Sequence[PickRequest]) -> list[list[tuple[int | None, float]]]:
-    """What some sequences of one target pick, in one transfer for each kind: for each of their scores the token and the margin
-    of an `EarlyPick`. If a cut might drop an id that is to be certain, its margin is 0.
+def early_picks(requests: Sequence[PickRequest]) -> list[list[EarlyPick]]:
+    """What some sequences of one target pick by each of their scores, in one transfer for each kind. If a cut might drop an id
+    that is to be certain, its margin is 0.
     """
-    kinds, found = dict[Hashable, list[int]](), dict[int, list[tuple[int | None, float]]]()
+    kinds, found = dict[Hashable, list[int]](), dict[int, list[EarlyPick]]()
     for number, one in enumerate(requests):
         kinds.setdefault(one.kind, []).append(number)
     for numbers in kinds.values():
-        tokens, margins = listed(*_chosen([requests[number] for number in numbers]))
-        pairs = zip((token if token >= 0 else None for token in tokens), margins, strict=True)
-        found |= {number: list(islice(pairs, len(requests[number].scores))) for number in numbers}
+        pairs = zip(*listed(*_chosen([requests[number] for number in numbers])), strict=True)
+        for number in numbers:
+            scores = requests[number].scores
+            own = enumerate(islice(pairs, len(scores)))
+            found[number] = [EarlyPick(scores, row, token if token >= 0 else None, margin) for row, (token, margin) in own]
     return [found[number] for number in range(len(requests))]
 
 

@@ -4,11 +4,10 @@ Every committed id is the target's own pick from its own logits on the committed
 forward pass yields.
 """
 
-from collections import abc
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from math import ceil
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,20 +25,6 @@ from xtok.models.timing import EXCLUDED, timed
 _NOTHING = Guess()
 _KEPT = 2048
 """For how many of a prompt's last ids hidden states are kept for drafters, at least: no heads see more."""
-
-
-class EarlyPicks(NamedTuple):
-    """What is picked of the first rows of a forward pass before anything is committed: their `scores`, (rows, vocabulary), and
-    the token and the margin of each one's `EarlyPick`.
-    """
-
-    scores: Tensor | None = None
-    picks: abc.Sequence[tuple[int | None, float]] = ()
-
-    def row(self, row: int) -> EarlyPick | None:
-        if self.scores is None or row >= len(self.scores):
-            return None
-        return EarlyPick(self.scores[row : row + 1], *self.picks[row])
 
 
 def run(admit: Callable[[list[Sequence]], Iterable[Sequence]]) -> Iterator[dict[Sequence, list[int]]]:
@@ -152,15 +137,15 @@ def _verified(sequences: list[Sequence], guesses: list[Guess]) -> list[list[int]
     ]
     checked = [*zip(sequences, map(len, unread), guesses, answered(asks), strict=True)]
     early = _early_picks([one for one in checked if isinstance(one[3], Answer) and one[1] == one[0].left])
-    return [_checked(*one, early.get(one[0], EarlyPicks())) for one in checked]
+    return [_checked(*one, early.get(one[0], [])) for one in checked]
 
 
 @torch.no_grad()
-def _early_picks(checked: list[tuple[Sequence, int, Guess, Any]]) -> dict[Sequence, EarlyPicks | Exception]:
+def _early_picks(checked: list[tuple[Sequence, int, Guess, Any]]) -> dict[Sequence, list[EarlyPick] | Exception]:
     """The picks of all rows that can be picked from before anything is committed, for all sequences in one transfer; or the
     error of a sequence for which that fails.
     """
-    found, requests = dict[Sequence, EarlyPicks | Exception](), dict[Sequence, PickRequest]()
+    found, requests = dict[Sequence, list[EarlyPick] | Exception](), dict[Sequence, PickRequest]()
     for one, _, guess, answer in checked:
         if one.picker.accept is None:
             try:
@@ -169,13 +154,13 @@ def _early_picks(checked: list[tuple[Sequence, int, Guess, Any]]) -> dict[Sequen
                 found[one] = error
     with timed() as span:
         picked = _picked([*requests.values()])
-    for (one, request), some in zip(requests.items(), picked, strict=True):
-        found[one] = some if isinstance(some, Exception) else EarlyPicks(request.scores, some)
+    for one, some in zip(requests, picked, strict=True):
+        found[one] = some
         one.meter.add(span.seconds / len(requests), "all", *(["noise"] if one.picker.noise else []))
     return found
 
 
-def _picked(requests: list[PickRequest]) -> list[list[tuple[int | None, float]] | Exception]:
+def _picked(requests: list[PickRequest]) -> list[list[EarlyPick] | Exception]:
     """As `early_picks`, but if one sequence makes that fail, only that one gets the error."""
     try:
         return [*early_picks(requests)]
@@ -194,14 +179,14 @@ def _pick_request(sequence: Sequence, tree: Tree, answer: Answer) -> PickRequest
 
 
 def _checked(
-    sequence: Sequence, read: int, guess: Guess, checked: Answer | Exception, early: EarlyPicks | Exception
+    sequence: Sequence, read: int, guess: Guess, checked: Answer | Exception, early: list[EarlyPick] | Exception
 ) -> list[int]:
     """Commit what was checked, if all of the sequence was read. Returns the ids."""
     try:
         for one in (checked, early):
             if isinstance(one, Exception):
                 raise one
-        assert isinstance(checked, Answer) and isinstance(early, EarlyPicks)
+        assert isinstance(checked, Answer) and not isinstance(early, Exception)
         sequence.meter.add(checked.cost.share, "target", "all")
         sequence.meter.target_replays += checked.cost.replayed
         sequence.read += read
@@ -228,7 +213,7 @@ def _has_drafters(sequence: Sequence) -> bool:
     return True
 
 
-def _commit(sequence: Sequence, guess: Guess, checked: Answer, early: EarlyPicks) -> list[int]:
+def _commit(sequence: Sequence, guess: Guess, checked: Answer, early: list[EarlyPick]) -> list[int]:
     """Commit what the target picks along a guess, and let the drafts learn from it. Returns the ids."""
     session, tree = sequence.session, guess.tree
     read = [*sequence.text.ids[-1:], *tree.tokens]
@@ -265,7 +250,7 @@ def _hidden(sequence: Sequence, tree: Tree, checked: Answer, nodes: list[int]) -
 
 
 @torch.no_grad()
-def _walk(sequence: Sequence, guess: Guess, checked: Answer, early: EarlyPicks) -> tuple[list[int], list[int], int | None]:
+def _walk(sequence: Sequence, guess: Guess, checked: Answer, early: list[EarlyPick]) -> tuple[list[int], list[int], int | None]:
     """Pick id after id along the guesses, until no guess matches or the sequence ends.
 
     Returns the picked ids; the nodes after which they were picked (-1, for the context, and then accepted guesses); and the
@@ -292,15 +277,16 @@ def _walk(sequence: Sequence, guess: Guess, checked: Answer, early: EarlyPicks) 
     return block, path, carried
 
 
-def _pick(sequence: Sequence, tree: Tree, node: int, checked: Answer, early: EarlyPicks) -> tuple[int | None, bool]:
+def _pick(sequence: Sequence, tree: Tree, node: int, checked: Answer, early: list[EarlyPick]) -> tuple[int | None, bool]:
     """The pick after a node, and whether it is certain. If it may depend on the node's position in the cache, it is left to the
     next round.
     """
     picker, logits = sequence.picker, checked.logits[node + 1 : node + 2]
     given = sequence.ids, logits, sequence.text.position
+    picked = early[node + 1] if node + 1 < len(early) else None
     if node < _exact_node_count(sequence, tree):
-        return picker.pick(*given, after=(tree, node), early=early.row(node + 1)), True
-    return picker.if_certain(*given, sequence.slot.tolerance, early.row(node + 1))
+        return picker.pick(*given, after=(tree, node), early=picked), True
+    return picker.if_certain(*given, sequence.slot.tolerance, picked)
 
 
 def _exact_node_count(sequence: Sequence, tree: Tree) -> int:

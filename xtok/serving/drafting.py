@@ -14,7 +14,7 @@ from xtok.drafts.given import as_drafts, as_list, is_drafting
 from xtok.drafts.heads import HeadsDrafter
 from xtok.drafts.lookup import PromptLookup
 from xtok.drafts.meter import Meter
-from xtok.drafts.policy.policy import Batch, DraftPolicy, Outcome, Policy
+from xtok.drafts.policy.policy import Batch, DraftPolicy, Policy
 from xtok.drafts.policy.settings import Budget, check_budget
 from xtok.drafts.recycling import TokenRecycling
 from xtok.drafts.session import Guess, Session
