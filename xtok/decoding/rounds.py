@@ -116,7 +116,7 @@ def _limit(sequence: Sequence) -> Budget:
 
 def _trim_to_width(sequences: list[Sequence], guesses: list[Guess]) -> list[Guess]:
     """The guesses, cut to as many nodes as pay: in a shared forward pass, a node more for one sequence is a row for all."""
-    if not any(guess.tree for guess in guesses):
+    if not any(guess.tree.tokens for guess in guesses):
         return guesses
     sharing = {one: guess for one, guess in zip(sequences, guesses, strict=True) if one.slot.shares and one.room()}
     offers = [(one.left, guess.offer if guess.tree else []) for one, guess in sharing.items()]

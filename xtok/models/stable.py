@@ -23,6 +23,8 @@ from xtok.models.trials import FEWEST, TRIED, WIDEST, Trials
 
 _WIDTHS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64)
 """How many new ids of each sequence a forward pass may have: few shapes, so that few have to be tried."""
+_FIRST = (4, 8, WIDEST)
+"""Those that are tried at the start: without guesses, with few, and with as many as possible."""
 _PADDED = 2
 """Up to how many times as many rows as needed are forwarded if fewer gave other bits."""
 _MARGIN = 8
@@ -68,7 +70,7 @@ class StableShapes(Shapes):
         self._lock, self._thread = Lock(), local()
         _check_kind(model)
         self.check()
-        for width in _WIDTHS:
+        for width in _FIRST:
             self._agrees(1, width, TRIED)
 
     def check(self) -> None:
