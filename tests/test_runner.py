@@ -11,6 +11,7 @@ from weakref import ref
 
 import pytest
 import torch
+from architectures import tiny
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -19,10 +20,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from worlds import fitting, tokenizer
 
 from xtok import HeadsDrafter, XTokAssisted
+from xtok.errors import UnsupportedModelError
 from xtok.models.cache import weights
 from xtok.models.packed import Float16Linear, OneDNNLinear, PackedLinear, exact_scale
 from xtok.models.probe import traits
 from xtok.models.runner import pack_in_place, renewed, runner_of, running
+from xtok.models.stable import StableShapes
 from xtok.pair import HEADS, TARGET
 
 IS_AVX2 = not torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -165,6 +168,18 @@ def scaled_in_place(model: Any) -> None:
         weight.mul_(1.5)
 
 
+@torch.no_grad()
+def written_unseen(model: Any) -> None:
+    """Found in review: as torch's fused optimizers and PEFT's merging write, which torch doesn't count."""
+    for weight in model.parameters():
+        weight.data.mul_(1.5)
+
+
+def rounded_and_back(model: Any) -> None:
+    """Found in review."""
+    model.to(torch.float8_e4m3fn).bfloat16()
+
+
 def with_another_attention(model: Any) -> None:
     model.set_attn_implementation("eager")
 
@@ -204,6 +219,8 @@ CHANGES = [
     with_another_layer,
     with_another_weight,
     scaled_in_place,
+    written_unseen,
+    rounded_and_back,
     with_another_attention,
     with_other_rotary_factors,
     in_training,
@@ -285,6 +302,33 @@ def test_a_models_weights_are_packed_in_place_and_stay_exact(dtype: torch.dtype)
     found = model.state_dict()
     assert all(torch.equal(found[name], part) for name, part in own.state_dict().items())
     assert running(model) is model and runner_of(model).infers
+
+
+@pytest.mark.skipif(not IS_AVX2, reason="needs a CPU without instructions for half precision")
+@pytest.mark.parametrize("kind", ["gpt2", "falcon", "mixtral"])
+def test_a_model_most_of_which_can_not_be_packed_stays_in_half_precision(kind: str) -> None:
+    """Found in review: it took twice the memory."""
+    model = tiny(kind, len(TOKENS)).bfloat16()
+    pack_in_place(model, convert=True)
+    assert model.dtype == torch.bfloat16 and not any(isinstance(one, PackedLinear) for one in model.modules())
+
+
+@pytest.mark.skipif(not IS_AVX2, reason="needs a CPU without instructions for half precision")
+def test_packed_weights_have_no_gradients_and_say_so() -> None:
+    model = target()
+    pack_in_place(model, convert=True)
+    with pytest.raises(UnsupportedModelError, match="load it with transformers"):
+        model(IDS, labels=IDS)
+
+
+def test_tests_of_shapes_leave_the_model_as_it_is() -> None:
+    """Found in review: its layers got the configuration of a model with fewer layers."""
+    model = target(torch.float32)
+    for one in (model, running(model)):
+        before = [one.config.num_hidden_layers, *(layer.self_attn.config.num_hidden_layers for layer in one.model.layers)]
+        StableShapes(model)
+        after = [one.config.num_hidden_layers, *(layer.self_attn.config.num_hidden_layers for layer in one.model.layers)]
+        assert before == after
 
 
 @pytest.mark.skipif(not IS_AVX2, reason="needs a CPU without instructions for half precision")

@@ -12,6 +12,7 @@ from xtok.models.keeping import KeepingCache, KeepingSlot
 from xtok.models.modes import Modes
 from xtok.models.probe import traits
 from xtok.models.recurrent import cached_model
+from xtok.models.runner import runner_of
 from xtok.models.shapes import Shapes
 from xtok.models.shared_cache import SharedCache
 from xtok.models.traits import Traits
@@ -39,9 +40,9 @@ class CacheSet:
         self._caches: dict[PreTrainedModel, SharedCache] = {}
 
     def of(self, model: PreTrainedModel, known: Traits, *, hidden_layers: Sequence[int], shapes: Shapes | None) -> SharedCache:
-        """The cache of a model that sequences can share, another after it was moved or converted. `known`: its traits."""
+        """The cache of a model that sequences can share, another after it was changed. `known`: its traits."""
         cache = self._caches.get(model)
-        if cache is None or (cache.device, cache.dtype) != (known.device, known.dtype):
+        if cache is None or cache.runner is not runner_of(model):
             kind = KeepingCache if self.keeps else SharedCache
             self._caches[model] = kind(
                 model,

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from xtok.errors import UnsupportedModelError
+
 HALF = (torch.bfloat16, torch.float16)
 _ROWS = 8
 """The number of rows for which oneDNN packs weights. Products of any other number of rows use them, too."""
@@ -25,6 +27,10 @@ _LARGEST = 60_000
 """Up to which magnitude weights are scaled in float16, whose largest number is 65,504."""
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 """Files that hold the memory limit of a container."""
+_NO_GRADIENTS = (
+    "xtok packed the weights of this model when it loaded it, and they have no gradients. To train it, load it with "
+    "transformers, and pass the pair (model, tokenizer)."
+)
 _MKLDNN: Any = torch.ops.mkldnn  # some builds of torch lack what is looked up there
 _FBGEMM: Any = torch.ops.quantized
 
@@ -112,6 +118,8 @@ class Float16Linear(PackedLinear):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         if self._own is not None and not self._is_usable(input):
             return linear(input, *self._own)
+        if input.requires_grad and torch.is_grad_enabled():
+            raise UnsupportedModelError(_NO_GRADIENTS)
         product: Tensor = _FBGEMM.linear_dynamic_fp16(input.float(), self._packed)
         if self._inverse != 1:
             product *= self._inverse
@@ -124,6 +132,8 @@ def exact_scale(weight: Tensor) -> float | None:
     """
     whole = weight.detach().float()
     largest = max(-float(whole.min()), float(whole.max()))
+    if not largest:
+        return 1.0
     if not 2**-48 < largest < 2**64:
         return None
     for scale in (1.0, 2.0 ** floor(log2(_LARGEST / largest))):

@@ -20,6 +20,8 @@ from xtok.models.attention import use_in
 from xtok.models.packed import HALF, Float16Linear, PackedLinear, exact_scale, is_packable, multiplies_half, packed_layers
 
 T = TypeVar("T")
+_OTHERS = 0.05
+"""Up to which share of other weights, which are converted to float32, a model in half precision is packed in place."""
 _COLLECTS = "transformers.utils.output_capturing"
 """transformers' module whose hooks only collect what modules return. They stay once hidden states were requested."""
 
@@ -35,17 +37,23 @@ class Runner:
     code is a caller's, which might keep tensors, and weights are torch's own.
     """
 
-    def __init__(self, source: PreTrainedModel) -> None:
+    def __init__(self, source: PreTrainedModel, *, packs: bool = True) -> None:
         self._state, self._is_plain = _state(source), _is_plain(source)
-        layers = [layer for layer in source.modules() if is_packable(layer)]
+        layers = [layer for layer in source.modules() if packs and is_packable(layer)]
         self._has_to_be_plain = bool(layers) or source.device.type != "cpu"  # where forward passes may be captured
         self._copy = _packed_copy(source, layers) if self._is_plain else None
-        is_packed = any(isinstance(one, PackedLinear) for one in self.model_of(source).modules())
-        self.infers = is_packed and self._is_plain and _is_of_libraries(source)
+        packed = [one for one in self.model_of(source).modules() if isinstance(one, PackedLinear)]
+        self.infers = bool(packed) and self._is_plain and _is_of_libraries(source)
+        self._places = [one.weight.detach()[place] for one in packed if self._copy is not None for place in _places(one)]
+        self._values = _stacked(self._places)
 
     def is_of(self, source: PreTrainedModel) -> bool:
-        """Whether `source` is as it was when this was made."""
-        return _state(source) == self._state and (not self._has_to_be_plain or _is_plain(source) == self._is_plain)
+        """Whether `source` is as it was when this was made. Some values of packed weights are compared, since not all that
+        writes to weights counts as writing (torch's fused optimizers, merging of adapters).
+        """
+        if _state(source) != self._state or (self._has_to_be_plain and _is_plain(source) != self._is_plain):
+            return False
+        return all(map(torch.equal, self._values, _stacked(self._places)))
 
     def model_of(self, source: PreTrainedModel) -> PreTrainedModel:
         """What to forward in place of `source`, which is the model of this runner."""
@@ -80,6 +88,12 @@ def renewed(model: PreTrainedModel) -> Runner:
     if not runner.is_of(model):
         forget(model)
     return runner_of(model)
+
+
+def keep_unpacked(model: PreTrainedModel) -> None:
+    """Let a new model run as it is."""
+    with _LOCK:
+        _RUNNERS[model] = Runner(model, packs=False)
 
 
 def have_changed(runners: Mapping[PreTrainedModel, Runner]) -> bool:
@@ -139,7 +153,8 @@ def _state(model: PreTrainedModel) -> tuple[Any, ...]:
         for name, weight in own["_parameters"].items():
             if weight is not None:
                 identity = tuple(weight.shape) if weight.is_meta else id(weight)
-                weights.append((name, weight.dtype, identity, None if weight.is_inference() else weight._version))
+                version, address = (0, 0) if weight.is_meta or weight.is_inference() else (weight._version, _address(weight))
+                weights.append((name, weight.dtype, identity, version, address))
         others += [buffer.dtype for buffer in own["_buffers"].values() if buffer is not None]
         if "_active_adapter" in own:
             others.append(_settings_of(module))
@@ -149,6 +164,23 @@ def _state(model: PreTrainedModel) -> tuple[Any, ...]:
                 left.append(child)
     device = None if hasattr(model, "_hf_hook") else model.device
     return device, str(vars(model.config.get_text_config(decoder=True))), modules, weights, others
+
+
+def _address(weight: Tensor) -> int:
+    """Where a weight is in memory; 0 for kinds that have no such place."""
+    return weight.data_ptr() if type(weight) in (Tensor, nn.Parameter) else 0
+
+
+def _places(layer: PackedLinear) -> list[tuple[int, int]]:
+    """The indices of some values of a weight."""
+    rows, columns = layer.out_features, layer.in_features
+    return [(rows // 3, columns // 3), (rows - 1, columns // 2)]
+
+
+def _stacked(values: list[Tensor]) -> list[Tensor]:
+    """Values that are scalars, those of each dtype in one tensor."""
+    kinds = dict.fromkeys(one.dtype for one in values)
+    return [torch.stack([one for one in values if one.dtype == kind]) for kind in kinds]
 
 
 def _settings_of(module: nn.Module) -> str:
@@ -173,6 +205,13 @@ def _is_plain(model: nn.Module) -> bool:
     hooks: Any = nn.modules.module
     added = bool(hooks._global_forward_hooks or hooks._global_forward_pre_hooks) or any(map(runs_more, model.modules()))
     return not (added or "peft_config" in vars(model) or getattr(model, "_hf_peft_config_loaded", False))
+
+
+def _weights_beside(model: Any, layers: list[Any]) -> float:
+    """The share of a model's weights that are neither in some layers nor in its input embedding."""
+    known = {id(weight) for module in (*layers, model.get_input_embeddings()) for weight in module.parameters()}
+    sizes = {id(weight): weight.numel() for weight in model.parameters()}
+    return float(sum(size for weight, size in sizes.items() if weight not in known) / max(1, sum(sizes.values())))
 
 
 def _is_of_libraries(model: nn.Module) -> bool:
@@ -214,14 +253,15 @@ def copied(model: PreTrainedModel, instead: dict[nn.Module, nn.Module]) -> PreTr
 
 def pack_in_place(model: PreTrainedModel, *, convert: bool) -> None:
     """Pack the weights of a model that nobody else uses in place of its own, so that nothing is in memory twice, if this CPU
-    has no instructions for half precision and all of them are exact in float16. It then computes in float32. `convert`: whether
-    a model in half precision may be.
+    has no instructions for half precision, and nearly all are in linear layers and exact in float16. It then computes in
+    float32. `convert`: whether a model in half precision may be.
     """
     if model.device.type != "cpu" or not (model.dtype == torch.float32 or (convert and model.dtype in HALF)):
         return
     layers: list[Any] = [layer for layer in model.modules() if type(layer) is nn.Linear]
     with suppress(AttributeError, RuntimeError):  # a torch without these kernels
-        if multiplies_half() or not _is_plain(model) or not all(map(is_packable, layers)):
+        others = _weights_beside(model, layers)
+        if multiplies_half() or not _is_plain(model) or not all(map(is_packable, layers)) or others > _OTHERS:
             return
         scales = {layer: exact_scale(layer.weight) for layer in layers}
         if None in scales.values():

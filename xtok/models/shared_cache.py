@@ -122,9 +122,9 @@ class SharedCache:
         known = known or read(model)
         self.device, self.dtype, self.vocabulary, self._window = known.device, known.dtype, known.vocabulary, known.window
         self._model, self._shapes, self._graphs = model, shapes, graphs
-        runner = runner_of(model)
-        self._forwarded: Any = runner.model_of(model)
-        self._infers = runner.infers and graphs is None
+        self.runner = runner_of(model)
+        self._forwarded: Any = self.runner.model_of(model)
+        self._infers = self.runner.infers and graphs is None
         self.has_graphs = graphs is not None
         self._view = View(rows, capacity, evenly=shapes is not None)
         self._layers = list(map(Layer, repeat(self._view, len(known.layers))))

@@ -17,7 +17,7 @@ from xtok.models.cache import context_window, ids_read, new_cache
 from xtok.models.cached_model import CachedModel
 from xtok.models.forwards import Ask
 from xtok.models.packed import HALF, PackedLinear, packed_layers
-from xtok.models.runner import copied, running
+from xtok.models.runner import copied, keep_unpacked, running
 from xtok.models.shapes import USUAL, Shapes
 from xtok.models.shared_cache import SharedCache
 
@@ -213,9 +213,11 @@ def _shallow(model: PreTrainedModel) -> PreTrainedModel:
         if getattr(config, "layer_types", None):
             cut.layer_types = named[: last + 1]
         made: Any = copied(whole, {stacks[0]: nn.ModuleList(stacks[0][: last + 1])})
+        shared = set(whole.modules())  # the layers, which stay as they are
         for module in made.modules():
-            if vars(module).get("config") is config:
+            if module not in shared and vars(module).get("config") is config:
                 vars(module)["config"] = cut
+        keep_unpacked(made)  # or packed where the whole model is
         CachedModel(made, new_cache(made)).forward(torch.tensor([[0, 1]], dtype=torch.int64, device=made.device), rows=1)
     except Exception:  # its code or its configuration counts layers in another way
         return model
