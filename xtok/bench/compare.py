@@ -66,9 +66,11 @@ def compare(
     setting: Setting,
     *,
     heads: HeadsDrafter | None = None,
+    ours: tuple[Any, Any] | None = None,
     **shape: Any,
 ) -> dict[str, Runs]:
-    """The runs of each system, as `measure` returns them. `shape`: its arguments `max_new_tokens` and `batch`.
+    """The runs of each system, as `measure` returns them. `ours`: the target as xtok loads it, if that is another model.
+    `shape`: `measure`'s arguments `max_new_tokens` and `batch`.
 
     xtok runs without a draft, with prompt lookup alone, with that and token recycling, with its default drafts, and with the
     draft alone; with `heads`, also with them, lookup and recycling, and with heads alone. UAG runs with a copy of the draft and
@@ -82,7 +84,7 @@ def compare(
     if draft is not None:
         lengths = {UAG: None, **{UAG_LENGTH.format(length): length for length in LENGTHS}}
         theirs = {name: uag(target[1], draft, length) for name, length in lengths.items()}
-    xts = {name: XTokAssisted(target, one) for name, one in drafts.items()}
+    xts = {name: XTokAssisted(ours or target, one) for name, one in drafts.items()}
     return measure(target, xts, prompts, setting, theirs=theirs, **shape)
 
 

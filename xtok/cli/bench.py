@@ -73,6 +73,7 @@ def bench(
     from xtok.bench.chats import Question, as_chats, kind_rows, questions
     from xtok.bench.rows import print_tables
     from xtok.drafts.heads import HeadsDrafter
+    from xtok.models.load import placements, target_model
 
     settings = runs.named_settings(setting or (["greedy", "sampled", "own"] if asked else ["greedy", "penalty", "sampled"]))
     if file is not None:
@@ -88,6 +89,9 @@ def bench(
         torch.set_num_threads(1)  # models this small gain nothing from more
     length = max_new_tokens or (128 if asked else 64)
     shape: dict[str, Any] = {"heads": None if heads is None else HeadsDrafter(heads), "max_new_tokens": length, "batch": batch}
+    if target[0].device.type == "cpu" and not large:  # elsewhere, xtok loads models as transformers does
+        made = target_model(models.source, placements(**models.placed)[0])
+        shape["ours"] = made.model, made.vocabulary.tokenizer
     found, kinds = dict[str, list[Any]](), list[Any]()
     for name, way in settings.items():
         done = compare.compare(target, small, prompts, way, **shape)
