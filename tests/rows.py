@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from worlds import ARCHITECTURES, assert_close, model
 
-from xtok.models.forwards import Answer, Ask, answered
+from xtok.models.forwards import Answer, ForwardRequest, run_forwards
 from xtok.models.shared_cache import SharedCache, SharedSlot
 
 VOCABULARY = 40
@@ -60,7 +60,7 @@ class Asked:
     """An ask, what its row holds when it is answered, and what is seen by each id whose logits it asks for."""
 
     held: Held
-    ask: Ask
+    ask: ForwardRequest
     then: Held
     paths: list[list[int]]
 
@@ -69,7 +69,7 @@ def asked(held: Held, ids: Sequence[int], parents: Sequence[int], rows: int) -> 
     then, kept = held.with_new(ids, parents), len(held.ids)
     new = [then.ids[: kept + i + 1] for i in range(len(ids) - len(parents))]
     new += [then.path(len(held.nodes) + i) for i in range(len(parents))]
-    return Asked(held, Ask(held.slot, list(ids), rows, list(parents)), then, new[-rows:])
+    return Asked(held, ForwardRequest(held.slot, list(ids), rows, list(parents)), then, new[-rows:])
 
 
 def anew(lm: PreTrainedModel, paths: list[list[int]]) -> list[Tensor]:
@@ -174,7 +174,7 @@ class Sharing(RuleBasedStateMachine):
         """One forward answers all."""
         if all_asked := [self.drawn(one, data) for one in self.chosen(data)]:
             with forwards(self.model) as seen:
-                answers = answered([one.ask for one in all_asked])
+                answers = run_forwards([one.ask for one in all_asked])
             assert len(seen) in self.forwards
             check(self.model, all_asked, answers)
             assert [isinstance(one, Answer) and one.cost.texts for one in answers] == [len(answers)] * len(answers)
@@ -192,7 +192,7 @@ class Sharing(RuleBasedStateMachine):
                 size, step = data.draw(st.integers(33, 90)), data.draw(st.integers(1, FAULTY - 1))
                 all_asked.append(asked(one, [(7 + step * i) % FAULTY for i in range(size)], (), data.draw(st.integers(1, 3))))
         if all_asked:
-            check(self.model, all_asked, answered([one.ask for one in all_asked]))
+            check(self.model, all_asked, run_forwards([one.ask for one in all_asked]))
 
     @precondition(lambda self: self.texts)
     @rule(data=st.data(), place=st.sampled_from(PLACES))
@@ -207,7 +207,7 @@ class Sharing(RuleBasedStateMachine):
             most = max(one.held.slot.held for one in all_asked) + 2 * max(len(one.ask.ids) for one in all_asked)
             self.needed = max(self.needed, len(rows_of(self.slots)) * (max(one.slot.held for one in self.texts) + most))
         with failing_by_an_id(self.model, place) as failed:
-            answers = answered([one.ask for one in all_asked])
+            answers = run_forwards([one.ask for one in all_asked])
         assert [isinstance(answer, Exception) for answer in answers] == faulty
         assert len(failed) == sum(faulty) + (sum(faulty) > 0 and len(faulty) > 1)
         right = [pair for pair, fails in zip(zip(all_asked, answers, strict=True), faulty, strict=True) if not fails]
@@ -291,10 +291,10 @@ def filled(slots: SharedCache, *sizes: int) -> list[Held]:
         asked(held, [(3 + 5 * row + i) % FAULTY for i in range(size)], (), 1)
         for row, (held, size) in enumerate(zip(texts, sizes, strict=True))
     ]
-    check(LM, all_asked, answered([one.ask for one in all_asked]))
+    check(LM, all_asked, run_forwards([one.ask for one in all_asked]))
     return texts
 
 
 def ask_one_more(texts: Sequence[Held], lm: PreTrainedModel = LM) -> None:
     all_asked = [asked(held, [11], (), 1) for held in texts]
-    check(lm, all_asked, answered([one.ask for one in all_asked]))
+    check(lm, all_asked, run_forwards([one.ask for one in all_asked]))

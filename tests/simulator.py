@@ -20,7 +20,7 @@ from xtok.drafts.policy.policy import Batch, DraftPolicy, Outcome, Policy
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.session import Guess, Session
 from xtok.drafts.tree import Tree, chain
-from xtok.models.forwards import Answer, Ask, Steps, together
+from xtok.models.forwards import Answer, ForwardRequest, Steps, run_lockstep
 from xtok.models.timing import Cost
 
 _SURE, _UNSURE = (0.85, 0.06, 0.03), (0.35, 0.2, 0.1, 0.05)
@@ -149,7 +149,7 @@ class Simulated(ModelDrafter):
         """The continuations of some paths, by a forward pass of `rows` rows that all texts share which want one."""
         with self.meter.drafting():
             with self.meter.away():
-                answer: Answer = yield Ask(self.slot, [0] * rows, 0)
+                answer: Answer = yield ForwardRequest(self.slot, [0] * rows, 0)
             self.meter.drafts(answer.cost)
         return [
             [
@@ -172,10 +172,10 @@ class Server:
     guesser: Guesser
     clock: Clock
 
-    def groups(self, asks: Sequence[Ask]) -> list[list[Ask]]:
+    def groups(self, asks: Sequence[ForwardRequest]) -> list[list[ForwardRequest]]:
         return [list(asks)]
 
-    def serve(self, asks: Sequence[Ask]) -> list[Answer]:
+    def serve(self, asks: Sequence[ForwardRequest]) -> list[Answer]:
         rows, before = sum(len(ask.ids) for ask in asks), self.clock.time
         self.clock.advance(self.guesser.forward + self.guesser.row * (rows - 1))
         cost = Cost(rows, self.clock.time - before, len(asks))
@@ -203,7 +203,7 @@ class World:
         """A round of some texts. Returns its picks and its work."""
         start, before, is_free = self.clock.time, self.clock.work, budget.schedule == "cost"
         batch = policy.batch(len(texts)) if is_free else Batch(len(texts), guesses=bool(policy.drafts))
-        guesses = together([one.session.propose(budget, batch) for one in texts])
+        guesses = run_lockstep([one.session.propose(budget, batch) for one in texts])
         if batch.guesses and len(texts) > 1 and is_free and any(guess.tree for guess in guesses):
             width = policy.width([(1, guess.offer or []) for guess in guesses])
             guesses = [guess.cut(width - 1) for guess in guesses]

@@ -37,7 +37,7 @@ from xtok.errors import UnsupportedArgumentError, UnsupportedModelError
 from xtok.models.cache import CACHE, context_window, new_cache
 from xtok.models.cached_model import CachedModel
 from xtok.models.continues import check_continues
-from xtok.models.forwards import Answer, Ask, Slot, answered
+from xtok.models.forwards import Answer, ForwardRequest, Slot, run_forwards
 from xtok.models.load import draft_model, target_model
 from xtok.models.probe import traits
 from xtok.models.recurrent import cached_model
@@ -229,7 +229,7 @@ def test_a_drafts_cache_holds_its_own_reading_of_the_context_and_its_guess(
         assert slot.branched == 0
         assert slot.length <= context_window(draft_lm)
         if cached:
-            (probe,) = answered([Ask(slot, [3], 1)])
+            (probe,) = run_forwards([ForwardRequest(slot, [3], 1)])
             assert isinstance(probe, Answer)
             anew = draft_lm(torch.tensor([[*cached, 3]])).logits[0, -1:] if len(cached) < window else probe.logits
             assert_close(probe.logits, anew)

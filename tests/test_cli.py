@@ -28,7 +28,7 @@ from xtok.cli import demo
 from xtok.cli.generate import _print
 from xtok.decoding.pick import NearTie
 from xtok.errors import InvalidInputError
-from xtok.models.cache import parameters
+from xtok.models.cache import active_parameters
 from xtok.models.load import from_config
 from xtok.pair import DRAFT, HEADS, TARGET, prompts
 from xtok.results.progress import advanced
@@ -444,7 +444,7 @@ def test_rows_that_are_only_looked_up_are_not_read_by_a_forward(tied: bool) -> N
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     model = from_config(LlamaConfig(vocab_size=100, tie_word_embeddings=tied, **sizes))
     block = 4 * 8 * 8 + 3 * 8 * 8 + 2 * 8
-    assert parameters(model) == block + 8 + 100 * 8
+    assert active_parameters(model) == block + 8 + 100 * 8
 
 
 def test_progress_in_a_pipe_begins_when_there_is_some(capsys: pytest.CaptureFixture[str]) -> None:

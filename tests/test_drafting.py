@@ -16,7 +16,7 @@ from xtok.align.tokenbytes import token_bytes
 from xtok.drafts.cross_tokenizer import CrossTokenizerDrafter
 from xtok.drafts.meter import Meter
 from xtok.drafts.reader import Reader
-from xtok.models.forwards import Answer, Ask
+from xtok.models.forwards import Answer, ForwardRequest
 from xtok.models.load import draft_model
 from xtok.models.timing import Cost
 
@@ -54,10 +54,10 @@ class Speaker:
         self.trunk, self.paths = self.trunk[:length], ()
         return True
 
-    def groups(self, asks: Sequence[Ask]) -> list[list[Ask]]:
+    def groups(self, asks: Sequence[ForwardRequest]) -> list[list[ForwardRequest]]:
         return [[ask] for ask in asks]
 
-    def serve(self, asks: Sequence[Ask]) -> list[Answer]:
+    def serve(self, asks: Sequence[ForwardRequest]) -> list[Answer]:
         (ask,) = asks
         assert ask.rows <= len(ask.ids)
         kept = len(ask.ids) - len(ask.parents)

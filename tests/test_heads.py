@@ -34,7 +34,7 @@ from xtok.drafts.tree import Tree
 from xtok.errors import InvalidInputError
 from xtok.models.cache import CACHE
 from xtok.models.cache_set import CacheSet
-from xtok.models.forwards import together
+from xtok.models.forwards import run_lockstep
 from xtok.models.load import load
 from xtok.models.stable import StableShapes
 from xtok.models.timing import Span
@@ -181,7 +181,7 @@ def test_heads_guess_after_a_carried_token(tmp_path: Path) -> None:
     request = Request(XTokAssisted((TARGET, TOKENS)).target.vocabulary, Meter(), model=TARGET, hidden_layers=(-1,))
     session = Session([HeadsDrafter(tmp_path / "h")], request, Policy([DraftPolicy()]), TOKENS("吾輩は").input_ids)
     session.extend([7], hidden=torch.randn(2, 1, 32, dtype=TARGET.dtype), carried=9)
-    (guess,) = together([session.propose(Budget(4, width=4, schedule="constant"))])
+    (guess,) = run_lockstep([session.propose(Budget(4, width=4, schedule="constant"))])
     assert guess.tree.tokens[0] == 9 and len(guess.tree) > 1 and request.meter.draft_error is None
 
 

@@ -21,7 +21,7 @@ from worlds import fitting, tokenizer
 
 from xtok import HeadsDrafter, XTokAssisted
 from xtok.errors import UnsupportedModelError
-from xtok.models.cache import weights
+from xtok.models.cache import parameter_count
 from xtok.models.packed import Float16Linear, OneDNNLinear, PackedLinear, exact_scale
 from xtok.models.probe import traits
 from xtok.models.runner import pack_in_place, renewed, runner_of, running
@@ -292,11 +292,11 @@ def test_models_are_not_kept() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_models_weights_are_packed_in_place_and_stay_exact(dtype: torch.dtype) -> None:
     model, own = target(dtype), target(dtype).float()
-    count = weights(model)
+    count = parameter_count(model)
     pack_in_place(model, convert=False)
     assert model.dtype == dtype and not any(isinstance(one, PackedLinear) for one in model.modules())
     pack_in_place(model, convert=True)
-    assert model.dtype == torch.float32 and weights(model) == count
+    assert model.dtype == torch.float32 and parameter_count(model) == count
     assert not any(isinstance(one, nn.Linear) for one in model.modules())
     assert torch.allclose(logits(model), logits(own), atol=1e-4)
     found = model.state_dict()

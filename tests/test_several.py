@@ -28,7 +28,7 @@ from xtok.drafts.growth import Path, grown
 from xtok.drafts.meter import Meter
 from xtok.drafts.policy.policy import DraftPolicy, Outcome, Policy
 from xtok.drafts.session import Guess, Session
-from xtok.models.forwards import Steps, together
+from xtok.models.forwards import Steps, run_lockstep
 from xtok.models.load import draft_model, target_model
 from xtok.models.prompts import prompt_ids
 from xtok.sampling.noise import noise
@@ -58,7 +58,7 @@ class Guesses:
 def merged(guesses: Sequence[Tree], budget: Budget) -> tuple[Guess, Session]:
     request: Any = SimpleNamespace(meter=Meter(), vocabulary=SimpleNamespace(size=9, view=token_bytes(TOKENS)))
     session = Session([Guesses(tree) for tree in guesses], request, Policy([DraftPolicy() for _ in guesses]), [])
-    return together([session.propose(budget)])[0], session
+    return run_lockstep([session.propose(budget)])[0], session
 
 
 @given(st.lists(trees, min_size=1, max_size=4), st.booleans(), st.integers(1, 12) | st.just(1000))
@@ -196,7 +196,7 @@ def test_a_draft_continues_only_tokens_that_it_is_confident_of() -> None:
 
     def grows(first: float, confidence: float) -> int:
         budget = Budget(9, confidence=confidence, width=4, schedule="constant")
-        return len(together([grown([Path(first, -1, b"x", first)], budget, expand)])[0])
+        return len(run_lockstep([grown([Path(first, -1, b"x", first)], budget, expand)])[0])
 
     assert grows(0.9, confidence=0.6) == 2
     assert grows(0.9, confidence=0.4) == 9
@@ -244,7 +244,7 @@ def after_carried(found: Sequence[Sequence[tuple[list[int], float]]], budget: Bu
     """What drafts that guess each of some trees after the carried token make together."""
     _, session = merged([tree_of(one) for one in found], budget)
     session.extend([7], carried=CARRIED)
-    return together([session.propose(budget)])[0], session
+    return run_lockstep([session.propose(budget)])[0], session
 
 
 @given(st.lists(trees, min_size=1, max_size=3), st.integers(1, 12), st.integers(1, 5), st.integers(0, 12))
@@ -273,7 +273,7 @@ def test_guesses_are_judged_only_if_the_carried_token_before_them_was_right(
 ) -> None:
     _, session = after_carried([[([1], 0.5), ([3], 0.2)]], Budget(depth=5, width=4))
     session.policy.observe([Outcome()], 1.0)
-    guess = together([session.propose(Budget(depth=5, width=4))])[0]
+    guess = run_lockstep([session.propose(Budget(depth=5, width=4))])[0]
     assert guess.tree.tokens[0] == CARRIED
     session.extend(block)
     outcome = session.outcome(guess, block, 4)

@@ -25,7 +25,7 @@ from rows import (
 )
 from worlds import examples, model
 
-from xtok.models.forwards import Answer, Ask, Steps, answered, together
+from xtok.models.forwards import Answer, ForwardRequest, Steps, run_forwards, run_lockstep
 from xtok.models.shared_cache import SharedCache, SharedSlot
 
 Sharing.TestCase.settings = examples(200, stateful_step_count=16)
@@ -59,7 +59,7 @@ def test_what_isnt_a_number_after_the_end_of_a_row_never_reaches_a_sequence(inde
     texts[1 - index].slot.start_anew()
     texts[1 - index].ids = []
     long = asked(texts[1 - index], list(range(25)), (), 1)
-    check(LM, [long], answered([long.ask]))
+    check(LM, [long], run_forwards([long.ask]))
     for _ in range(3):
         ask_one_more(texts)
 
@@ -69,7 +69,7 @@ def test_a_sequence_that_overflows_leaves_the_logits_of_others_as_they_are() -> 
     texts = filled(slots, 6, 9, 12)
     poison(slots, 1, 2, 5)
     (first, sick, last) = (asked(held, [11, 12], (), 2) for held in texts)
-    answers = answered([first.ask, sick.ask, last.ask])
+    answers = run_forwards([first.ask, sick.ask, last.ask])
     assert isinstance(answers[1], Answer)
     assert answers[1].logits.isnan().all()
     check(LM, [first, last], [answers[0], answers[2]])
@@ -136,7 +136,7 @@ def test_sequences_of_much_unlike_lengths_are_read_apart_and_those_alike_togethe
     sizes = (40, 60, 200, 5)
     all_asked = [asked(held, [(3 + i) % FAULTY for i in range(size)], (), 1) for held, size in zip(texts, sizes, strict=True)]
     with forwards(LM) as seen:
-        answers = answered([one.ask for one in all_asked])
+        answers = run_forwards([one.ask for one in all_asked])
     assert sorted(tuple(ids.shape) for ids in seen) == [(1, 5), (1, 200), (2, 60)]
     check(LM, all_asked, answers)
 
@@ -155,7 +155,7 @@ def test_the_others_are_forwarded_again_if_one_of_them_fails(place: str) -> None
         right = all_asked[faulty].ask.ids
         all_asked[faulty] = replace(all_asked[faulty], ask=all_asked[faulty].ask._replace(ids=[*right[:-1], FAULTY]))
         with failing_by_an_id(LM, place) as failed:
-            answers = answered([one.ask for one in all_asked])
+            answers = run_forwards([one.ask for one in all_asked])
         assert len(failed) == 2, "together, and alone"
         assert isinstance(answers[faulty], RuntimeError)
         others = [row for row in range(3) if row != faulty]
@@ -172,7 +172,9 @@ def test_a_row_whose_first_forward_failed_may_move_to_another_place(place: str) 
     (long,) = filled(slots, 40)
     bad = [slots.join() for _ in range(2)]
     with failing_by_an_id(LM, place):
-        assert all(isinstance(answer, RuntimeError) for answer in answered([Ask(slot, [FAULTY, 3], 1) for slot in bad]))
+        assert all(
+            isinstance(answer, RuntimeError) for answer in run_forwards([ForwardRequest(slot, [FAULTY, 3], 1) for slot in bad])
+        )
     bad[0].leave()
     ask_one_more([long])
     assert bad[1].index == 1
@@ -187,7 +189,7 @@ def writes(slot: SharedSlot, ids: list[int], reported: list[str]) -> Steps[list[
     picks = []
     while ids:
         try:
-            answer = yield Ask(slot, [ids[0]], 1)
+            answer = yield ForwardRequest(slot, [ids[0]], 1)
             picks.append(int(answer.logits.argmax()))
         except RuntimeError as error:
             reported.append(str(error))
@@ -202,7 +204,7 @@ def test_a_sequence_whose_failure_is_reported_to_it_goes_on_and_the_others_never
     slots = SharedCache(LM)
     reported: list[list[str]] = [[] for _ in texts]
     with failing_by_an_id(LM, place):
-        results = together([writes(slots.join(), ids, notes) for ids, notes in zip(texts, reported, strict=True)])
+        results = run_lockstep([writes(slots.join(), ids, notes) for ids, notes in zip(texts, reported, strict=True)])
     assert [len(notes) for notes in reported] == [ids.count(FAULTY) for ids in texts]
     for ids, picks in zip(texts, results, strict=True):
         read = [token for token in ids if token != FAULTY]

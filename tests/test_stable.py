@@ -28,7 +28,7 @@ from worlds import deep, quick, whole_generations
 from xtok import Budget, Context, Engine, Tree, XTokAssisted
 from xtok.errors import InvalidInputError, UnsupportedArgumentError, UnsupportedModelError
 from xtok.models.cache import CACHE
-from xtok.models.forwards import Ask
+from xtok.models.forwards import ForwardRequest
 from xtok.models.probe import traits
 from xtok.models.prompts import prompt_ids
 from xtok.models.shared_cache import SharedCache
@@ -323,8 +323,11 @@ def test_a_neighbours_tree_takes_no_position_of_a_sequence_at_a_border(held: int
         text, other = slots.join(), slots.join()
         for row, size in ((text, held), (other, 5)):
             for token in range(size):
-                slots.serve([Ask(row, [token % 50 + 3], 1)])
-        asks = [Ask(text, [7], 1), Ask(other, [9, *range(3, 3 + nodes)], 1 + nodes, list(range(-1, nodes - 1)))]
+                slots.serve([ForwardRequest(row, [token % 50 + 3], 1)])
+        asks = [
+            ForwardRequest(text, [7], 1),
+            ForwardRequest(other, [9, *range(3, 3 + nodes)], 1 + nodes, list(range(-1, nodes - 1))),
+        ]
         (first, _) = slots.serve(asks)
         logits.append(first.logits)
     assert torch.equal(*logits)

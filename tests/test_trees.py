@@ -17,7 +17,7 @@ from xtok import Budget, Tree, XTokAssisted
 from xtok.drafts.growth import IdPath, Path, grown
 from xtok.drafts.growth import tree_of as grown_tree
 from xtok.drafts.tree import CARRIED, Trie
-from xtok.models.forwards import Steps, together
+from xtok.models.forwards import Steps, run_lockstep
 from xtok.models.probe import traits
 
 SMALL = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "pad_token_id": 0}
@@ -163,7 +163,7 @@ def test_the_likeliest_guesses_grow_wherever_they_branch_off() -> None:
             for path in front
         ]
 
-    found = together([grown([Path(0.7, -1, b"x"), Path(0.2, -1, b"y")], budget, expand)])[0]
+    found = run_lockstep([grown([Path(0.7, -1, b"x"), Path(0.2, -1, b"y")], budget, expand)])[0]
     assert calls == [[b"x", b"y"], [b"xa", b"xb"]]
     assert sum(path.kept for path in found) == pytest.approx(0.9)
 
@@ -191,7 +191,7 @@ def test_a_grown_tree_holds_the_most_likely_guesses(data: st.DataObject, budget:
             for token, share in enumerate(shares)
         ]
 
-    found = together([grown(children(IdPath(1.0, -1, b"")), budget, expand)])[0]
+    found = run_lockstep([grown(children(IdPath(1.0, -1, b"")), budget, expand)])[0]
     tree = grown_tree(found, budget)
     expected = {guess.ids: guess.probability for guess in found if len(guess.ids) <= budget.longest}
     kept = with_probabilities(tree)

@@ -19,7 +19,7 @@ from xtok.drafts.policy.settings import Budget
 from xtok.drafts.session import Guess
 from xtok.drafts.tree import Tree
 from xtok.models import timing
-from xtok.models.forwards import Answer, Ask, Steps, answered, together
+from xtok.models.forwards import Answer, ForwardRequest, Steps, run_forwards, run_lockstep
 from xtok.models.timing import EXCLUDED, timed
 
 _NOTHING = Guess()
@@ -55,7 +55,7 @@ def _round(sequences: list[Sequence]) -> list[list[int]]:
     guessing = [one for one in sequences if one.drafting is not None and not one.is_reading]
     batches = _batches(guessing)
     plans = [_plan(one, batch) for batch, some in batches for one in some]
-    planned = dict(zip([one for _, some in batches for one in some], together(plans), strict=True)) if plans else {}
+    planned = dict(zip([one for _, some in batches for one in some], run_lockstep(plans), strict=True)) if plans else {}
     going = [one for one in sequences if one.finish_reason is None]
     guesses = _trim_to_width(going, [planned.get(one, _NOTHING) for one in going])
     blocks = dict(zip(going, _verified(going, guesses), strict=True))
@@ -132,10 +132,10 @@ def _verified(sequences: list[Sequence], guesses: list[Guess]) -> list[list[int]
     """Let the target verify the guesses, and commit its picks. Returns the ids that each sequence commits."""
     unread, trees = [one.unread() for one in sequences], [guess.tree for guess in guesses]
     asks = [
-        Ask(one.slot, [*ids, *tree.tokens], 1 + len(tree.tokens), tree.parents)
+        ForwardRequest(one.slot, [*ids, *tree.tokens], 1 + len(tree.tokens), tree.parents)
         for one, ids, tree in zip(sequences, unread, trees, strict=True)
     ]
-    checked = [*zip(sequences, map(len, unread), guesses, answered(asks), strict=True)]
+    checked = [*zip(sequences, map(len, unread), guesses, run_forwards(asks), strict=True)]
     early = _early_picks([one for one in checked if isinstance(one[3], Answer) and one[1] == one[0].left])
     return [_checked(*one, early.get(one[0], [])) for one in checked]
 

@@ -16,7 +16,7 @@ from xtok.drafts.policy.latency import Latency
 from xtok.drafts.policy.policy import WITHOUT_A_MODEL, DraftPolicy, Policy
 from xtok.drafts.policy.settings import Budget
 from xtok.errors import InvalidInputError, UnstableWarning, XTokError, shown, warn
-from xtok.models.cache import weights
+from xtok.models.cache import parameter_count
 from xtok.models.cache_set import CachePool
 from xtok.models.layers import doubled
 from xtok.models.load import Target
@@ -115,9 +115,9 @@ class Setup:
 
     def policy_without_a_clock(self) -> Policy:
         """A policy for one sequence, which decides by ids and counts alone, so that the same call gives the same text."""
-        size = weights(self.target.model)
+        size = parameter_count(self.target.model)
         models = map(self.model_of, self.drafts)
-        shares = [WITHOUT_A_MODEL if one is None else weights(one) / size for one in models]
+        shares = [WITHOUT_A_MODEL if one is None else parameter_count(one) / size for one in models]
         return Policy([DraftPolicy(Latency(share)) for share in shares], self.policy.padded, Latency(1.0))
 
 

@@ -13,7 +13,7 @@ from xtok.drafts.policy.settings import Budget
 from xtok.drafts.tree import Tree
 from xtok.errors import InvalidInputError, shown
 from xtok.models.cache_set import Slots
-from xtok.models.forwards import Steps, together
+from xtok.models.forwards import Steps, run_lockstep
 from xtok.sampling.noise import Noise
 
 
@@ -51,7 +51,7 @@ class ModelDrafter(ABC):
 
     def propose(self, context: Context, budget: Budget) -> Tree:
         """Guess, by forward passes that no other sequence shares."""
-        return together([self.guess(context, budget)])[0]
+        return run_lockstep([self.guess(context, budget)])[0]
 
 
 @dataclass(frozen=True)

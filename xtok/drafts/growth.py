@@ -17,7 +17,7 @@ from xtok.drafts.base import Context, ModelDrafter
 from xtok.drafts.meter import Meter
 from xtok.drafts.policy.settings import Budget
 from xtok.drafts.tree import Tree
-from xtok.models.forwards import Look, Looked, Steps
+from xtok.models.forwards import HostRead, HostValues, Steps
 from xtok.sampling.largest import largest
 from xtok.sampling.noise import PICK, near_exponential, states_of
 
@@ -96,7 +96,7 @@ def noise_after(context: Context, guesses: Sequence[IdPath], keys: Tensor) -> Te
 def as_lists(meter: Meter, *parts: Tensor) -> Steps[list[list[Any]]]:
     """Tensors as lists. Sequences whose guesses are at the same level share one transfer from the device."""
     with meter.away():
-        looked: Looked = yield Look(parts)
+        looked: HostValues = yield HostRead(parts)
     meter.spend(looked.seconds)
     return looked.lists
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from xtok.align.continuation import Reencoder
 from xtok.drafts.base import Context
 from xtok.drafts.meter import Meter
-from xtok.models.forwards import Answer, Ask, Slot, Steps
+from xtok.models.forwards import Answer, ForwardRequest, Slot, Steps
 from xtok.models.load import DraftModel
 
 
@@ -126,21 +126,21 @@ class Reader:
             held = 0
         new = [*self._ids[self._start + held :], *rest]
         while self._slot.chunk is not None and len(new) - rows > self._slot.chunk:
-            yield from self._forward(Ask(self._slot, new[: self._slot.chunk], 1))
+            yield from self._forward(ForwardRequest(self._slot, new[: self._slot.chunk], 1))
             del new[: self._slot.chunk]
-        logits = yield from self._forward(Ask(self._slot, new, rows))
+        logits = yield from self._forward(ForwardRequest(self._slot, new, rows))
         self._held = self.size
         return logits
 
     def branch(self, tokens: list[int], parents: list[int]) -> Steps[Tensor]:
-        """The draft's logits after each of `tokens`, new nodes of a tree, (tokens, vocabulary). `parents`: as for `Ask`."""
-        return self._forward(Ask(self._slot, tokens, len(tokens), parents))
+        """The draft's logits after each of `tokens`, new nodes of a tree, (tokens, vocabulary). `parents`: as in a request."""
+        return self._forward(ForwardRequest(self._slot, tokens, len(tokens), parents))
 
     def take_back(self) -> None:
         self._slot.roll_back(self._slot.length - 1)
         self._held -= 1
 
-    def _forward(self, ask: Ask) -> Steps[Tensor]:
+    def _forward(self, ask: ForwardRequest) -> Steps[Tensor]:
         with self._meter.away():
             answer: Answer = yield ask
         self._meter.drafts(answer.cost)

@@ -18,7 +18,7 @@ from xtok.drafts.growth import SHARPNESS, IdPath, check_numbers, child, likelies
 from xtok.drafts.meter import Meter
 from xtok.drafts.policy.settings import Budget
 from xtok.models.cache import CACHE, device_of, ids_read, output_embeddings, vocabulary_size
-from xtok.models.forwards import Answer, Ask, Slot, Steps
+from xtok.models.forwards import Answer, ForwardRequest, Slot, Steps
 from xtok.models.packed import PackedLinear
 from xtok.sampling.draws import Distribution
 
@@ -279,12 +279,12 @@ class SequentialDrafter(DrawableDrafter):
         size = self.slot.chunk or len(ids)
         for at in range(0, len(ids), size):
             some = slice(at, at + size)
-            answer = yield from self._forward(Ask(self.slot, list(ids[some]), 1, (), states[some]))
+            answer = yield from self._forward(ForwardRequest(self.slot, list(ids[some]), 1, (), states[some]))
         assert answer.hidden is not None
         self._states, self._hidden, self._waiting = [answer.hidden[-1, 0]], [], 0
         return answer.logits
 
-    def _forward(self, ask: Ask) -> Steps[Answer]:
+    def _forward(self, ask: ForwardRequest) -> Steps[Answer]:
         with self.meter.away():
             answer: Answer = yield ask
         self.meter.drafts(answer.cost)
@@ -298,7 +298,9 @@ class SequentialDrafter(DrawableDrafter):
         for node, guess in enumerate(front, start=self.slot.branched):
             guess.parent = node
         states = torch.stack([self._states[parent + 1] for parent in parents])
-        answer = yield from self._forward(Ask(self.slot, [guess.ids[-1] for guess in front], len(front), parents, states))
+        answer = yield from self._forward(
+            ForwardRequest(self.slot, [guess.ids[-1] for guess in front], len(front), parents, states)
+        )
         assert answer.hidden is not None
         self._states += answer.hidden[:, 0]
         return answer.logits

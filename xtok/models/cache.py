@@ -81,10 +81,10 @@ def vocabulary_size(model: PreTrainedModel) -> int:
     return int(getattr(head, "out_features", None) or model.config.get_text_config(decoder=True).vocab_size)
 
 
-def parameters(model: Any) -> int:
+def active_parameters(model: Any) -> int:
     """How many parameters a forward pass reads: all but an untied input embedding. All experts count."""
     rows, head = model.get_input_embeddings().weight, model.get_output_embeddings()
-    return weights(model) if head is not None and head.weight is rows else weights(model) - int(rows.numel())
+    return parameter_count(model) if head is not None and head.weight is rows else parameter_count(model) - int(rows.numel())
 
 
 def end_ids(model: PreTrainedModel) -> list[int]:
@@ -93,7 +93,7 @@ def end_ids(model: PreTrainedModel) -> list[int]:
     return [] if ends is None else [int(end) for end in (ends if isinstance(ends, list) else [ends])]
 
 
-def weights(model: PreTrainedModel) -> int:
+def parameter_count(model: PreTrainedModel) -> int:
     """How many parameters `model` has, but at least 1. A tied output embedding that is packed alone counts."""
     packed = sum(one.in_features * one.out_features for one in model.modules() if isinstance(one, PackedLinear))
     return max(1, packed + sum(weight.numel() for weight in model.parameters()))

@@ -21,9 +21,9 @@ from xtok.models.cache import (
     supports_logits_to_keep,
     vocabulary_size,
 )
-from xtok.models.forwards import Answer, Ask, Slot, wait_for
+from xtok.models.forwards import Answer, ForwardRequest, Slot, wait_for
 from xtok.models.masks import tree_masks
-from xtok.models.rope import turns
+from xtok.models.rope import isolated_rope
 from xtok.models.runner import running
 from xtok.models.timing import Cost, timed
 from xtok.models.traits import layer_windows
@@ -53,7 +53,7 @@ class CachedModel(Slot):
         self._prompt = prompt
         self._lead = 0
         self._model: Any = running(model)
-        self._turn = turns(self._model)
+        self._turn = isolated_rope(self._model)
         rows = {"logits_to_keep": 1} if supports_logits_to_keep(model) else {}
         self._inputs = {**rows, **(inputs or {}), "use_cache": True}
         self._recorded = 0
@@ -86,10 +86,10 @@ class CachedModel(Slot):
     def leave(self, *, keep: bool = False) -> None:
         """Does nothing, since it serves one sequence."""
 
-    def groups(self, asks: Sequence[Ask]) -> list[list[Ask]]:
+    def groups(self, asks: Sequence[ForwardRequest]) -> list[list[ForwardRequest]]:
         return [[ask] for ask in asks]
 
-    def serve(self, asks: Sequence[Ask]) -> list[Answer]:
+    def serve(self, asks: Sequence[ForwardRequest]) -> list[Answer]:
         (ask,) = asks
         with timed() as took:
             logits = self._answered(ask)
@@ -97,7 +97,7 @@ class CachedModel(Slot):
         hidden = None if self.hidden is None else self.hidden[-len(ask.ids) :]
         return [Answer(logits, hidden, Cost(len(ask.ids), took.seconds))]
 
-    def _answered(self, ask: Ask) -> Tensor:
+    def _answered(self, ask: ForwardRequest) -> Tensor:
         if self._prompt is not None:
             prompt, self._prompt = self._prompt, None
             return self.prefill(*prompt)
@@ -131,7 +131,7 @@ class CachedModel(Slot):
         return self._forward(self._prepared(ids), rows)
 
     def branch(self, ids: Tensor, parents: Sequence[int]) -> Tensor:
-        """Forward nodes of a tree, `ids`, (1, new), int64, with parents as in `Ask`. Returns logits, (new, vocabulary)."""
+        """Forward nodes of a tree, `ids`, (1, new), int64. `parents`: as in a request. Returns logits, (new, vocabulary)."""
         inputs = self._prepared(ids)
         held, earlier, new = self.length - len(self._parents), len(self._parents), len(parents)
         self._parents += parents

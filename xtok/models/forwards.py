@@ -1,7 +1,7 @@
 """Sequences ask for forward passes, and models answer: one forward pass for all that wait for the same model.
 
-Code that guesses or verifies is written for one sequence, as a generator. It yields an `Ask` for a forward pass and is sent
-the logits, or yields tensors to `Look` at and is sent their numbers: one transfer for all that wait for a device.
+Code that guesses or verifies is written for one sequence, as a generator. It yields a `ForwardRequest` and is sent the logits,
+or a `HostRead` and is sent the numbers of tensors: one transfer for all that wait for a device.
 """
 
 import sys
@@ -102,7 +102,7 @@ class Parent(IntEnum):
     PADDING = -4
 
 
-class Ask(NamedTuple):
+class ForwardRequest(NamedTuple):
     """A request for a forward pass: `ids` after what the sequence's slot holds, of which the last `rows` get logits.
 
     `parents`: one for each of the last ids, which become nodes of a tree; the ids before them are kept. The tree lasts until it
@@ -120,31 +120,33 @@ class Ask(NamedTuple):
     states: Tensor | None = None
 
 
-class Look(NamedTuple):
+class HostRead(NamedTuple):
     """A request for the numbers of tensors, of any shapes, on one device."""
 
     parts: Sequence[Tensor]
 
 
-class Looked(NamedTuple):
+class HostValues(NamedTuple):
     """The numbers as lists, and the sequence's share of the seconds that the transfer took."""
 
     lists: list[list[Any]]
     seconds: float
 
 
-Steps = Generator[Ask | Look, Any, Result]
-"""What is written for one sequence: it yields an `Ask` and is sent an `Answer`, or a `Look` and is sent a `Looked`."""
+Steps = Generator[ForwardRequest | HostRead, Any, Result]
+"""What is written for one sequence: it yields a `ForwardRequest` and is sent an `Answer`, or a `HostRead` and is sent
+`HostValues`.
+"""
 
 
-def together(runs: Sequence[Steps[Result]]) -> list[Result]:
+def run_lockstep(runs: Sequence[Steps[Result]]) -> list[Result]:
     """Run generators of several sequences together to their ends, sharing forward passes and transfers. Returns their results.
 
     If a forward pass fails, the error is raised inside the generator that asked for it.
     """
     results: dict[int, Result] = {}
-    wanted: dict[int, Ask | Look] = {}
-    answers: dict[int, Answer | Exception | Looked | None] = dict.fromkeys(range(len(runs)))
+    wanted: dict[int, ForwardRequest | HostRead] = {}
+    answers: dict[int, Answer | Exception | HostValues | None] = dict.fromkeys(range(len(runs)))
     while answers:
         for number in list(answers):
             want, result = _go_on(runs[number], answers.pop(number))
@@ -155,7 +157,7 @@ def together(runs: Sequence[Steps[Result]]) -> list[Result]:
     return [results[number] for number in range(len(runs))]
 
 
-def _go_on(run: Steps[Any], answer: Answer | Exception | Looked | None) -> tuple[Ask | Look | None, Any]:
+def _go_on(run: Steps[Any], answer: Answer | Exception | HostValues | None) -> tuple[ForwardRequest | HostRead | None, Any]:
     """What a generator asks for next, or None and its result."""
     try:
         if isinstance(answer, Exception):
@@ -167,26 +169,28 @@ def _go_on(run: Steps[Any], answer: Answer | Exception | Looked | None) -> tuple
         del answer  # an error and the frames that it came through would hold each other, and caches with them
 
 
-def _answers(wanted: dict[int, Ask | Look]) -> dict[int, Answer | Exception | Looked | None]:
+def _answers(wanted: dict[int, ForwardRequest | HostRead]) -> dict[int, Answer | Exception | HostValues | None]:
     """Answer all that look at numbers, or, if there are none, all that ask for a forward pass."""
-    looks = {number: want.parts for number, want in wanted.items() if isinstance(want, Look)}
+    looks = {number: want.parts for number, want in wanted.items() if isinstance(want, HostRead)}
     if not looks:
-        return dict(zip(wanted, answered([want for want in wanted.values() if isinstance(want, Ask)]), strict=True))
-    found: dict[int, Answer | Exception | Looked | None] = {}
+        return dict(
+            zip(wanted, run_forwards([want for want in wanted.values() if isinstance(want, ForwardRequest)]), strict=True)
+        )
+    found: dict[int, Answer | Exception | HostValues | None] = {}
     for device in {parts[0].device for parts in looks.values()}:
         there = {number: parts for number, parts in looks.items() if parts[0].device == device}
         found.update(zip(there, _served(_looked, list(there.values())), strict=True))
     return found
 
 
-def _looked(looks: list[Sequence[Tensor]]) -> list[Looked]:
+def _looked(looks: list[Sequence[Tensor]]) -> list[HostValues]:
     """What some sequences look at on one device."""
     with timed() as took:
         lists = iter(listed(*chain.from_iterable(looks)))
-    return [Looked(list(islice(lists, len(parts))), took.seconds / len(looks)) for parts in looks]
+    return [HostValues(list(islice(lists, len(parts))), took.seconds / len(looks)) for parts in looks]
 
 
-def answered(asks: Sequence[Ask]) -> list[Answer | Exception]:
+def run_forwards(asks: Sequence[ForwardRequest]) -> list[Answer | Exception]:
     """The answer to each, or the error of its forward pass if that also fails alone."""
     found: dict[int, Answer | Exception] = {}
     for server in {id(ask.slot.server): ask.slot.server for ask in asks}.values():

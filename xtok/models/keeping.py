@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xtok.models.forwards import Ask
+from xtok.models.forwards import ForwardRequest
 from xtok.models.groups import is_wide
 from xtok.models.prefixes import Kept, Read, usable
 from xtok.models.shared_cache import SharedCache, SharedSlot
@@ -26,7 +26,7 @@ class KeepingSlot(SharedSlot):
         self.adopts = True
         self._nodes: list[int] = []
 
-    def take(self, ask: Ask) -> None:
+    def take(self, ask: ForwardRequest) -> None:
         super().take(ask)
         kept = len(ask.ids) - len(ask.parents)
         if ask.states is not None:
@@ -118,7 +118,7 @@ class KeepingCache(SharedCache):
         kept = [index for index in self._kept if index >= last]
         return min([super()._spare(last, reach), *kept])
 
-    def _forward(self, first: int, last: int, asks: Sequence[Ask], width: int) -> list[Tensor]:
+    def _forward(self, first: int, last: int, asks: Sequence[ForwardRequest], width: int) -> list[Tensor]:
         self._vacate(first, last)
         return super()._forward(first, last, asks, width)
 

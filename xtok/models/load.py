@@ -19,7 +19,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from xtok.align.tokenbytes import TokenBytes, token_bytes
 from xtok.align.vocabulary import Vocabulary
 from xtok.errors import InvalidInputError, UnsupportedModelError, XTokError, reason
-from xtok.models.cache import context_window, end_ids, ids_read, parameters, vocabulary_size
+from xtok.models.cache import active_parameters, context_window, end_ids, ids_read, vocabulary_size
 from xtok.models.continues import check_continues, check_rolls_back
 from xtok.models.gguf import is_gguf, load_gguf, read_gguf, read_once, tokenizer_of
 from xtok.models.probe import traits
@@ -213,7 +213,7 @@ def load_without_weights(source: str, role: str) -> Described:
         with torch.device("meta"):
             model = from_config(config, trust_remote_code=False)
         check_rolls_back(model, role)
-        return Described(_tokenizer(source, role), context_window(model), parameters(model))
+        return Described(_tokenizer(source, role), context_window(model), active_parameters(model))
 
 
 def check_places(source: Any, role: str, place: Placement) -> None:

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from xtok.models.cache import new_cache, vocabulary_size
 from xtok.models.continues import largest_logit, rounding
-from xtok.models.forwards import Ask
+from xtok.models.forwards import ForwardRequest
 from xtok.models.modes import Modes, within
 from xtok.models.quantized import quantization_of
 from xtok.models.recurrent import cached_model
@@ -76,10 +76,14 @@ def _shared_position_bytes(model: PreTrainedModel) -> int | None:
     try:
         long, short = (slots := SharedCache(model)).join(), slots.join()
         texts = {long: [3, 5, 7, 11, 13, 17], short: [2, 5]}
-        slots.serve([Ask(long, _ids(model, texts[long][:3]), 1), Ask(short, _ids(model, texts[short][:1]), 1)])
-        slots.serve([Ask(long, _ids(model, [19, *texts[long][3:5]]), 3, (-1, -1, 1))])
+        slots.serve(
+            [ForwardRequest(long, _ids(model, texts[long][:3]), 1), ForwardRequest(short, _ids(model, texts[short][:1]), 1)]
+        )
+        slots.serve([ForwardRequest(long, _ids(model, [19, *texts[long][3:5]]), 3, (-1, -1, 1))])
         long.keep([1, 2])
-        answers = slots.serve([Ask(long, _ids(model, texts[long][5:]), 1), Ask(short, _ids(model, texts[short][1:]), 1)])
+        answers = slots.serve(
+            [ForwardRequest(long, _ids(model, texts[long][5:]), 1), ForwardRequest(short, _ids(model, texts[short][1:]), 1)]
+        )
         whole = (torch.tensor([_ids(model, text)], dtype=torch.int64, device=slots.device) for text in texts.values())
         alone = [cached_model(model, new_cache(model)).forward(text, 1) for text in whole]
     except Exception:  # a model says in many ways that it takes no such mask or cache

@@ -27,7 +27,7 @@ def _ropes(model: PreTrainedModel) -> list[Mapping[str, Any]]:
     return [rope for rope in (ropes, *ropes.values()) if isinstance(rope, Mapping) and rope.get("rope_type")]
 
 
-def turns(model: PreTrainedModel) -> Callable[[], AbstractContextManager[None]]:
+def isolated_rope(model: PreTrainedModel) -> Callable[[], AbstractContextManager[None]]:
     """Returns, for one sequence, a context in which to forward `model` as if it never had another sequence.
 
     Rotary embeddings keep the longest sequence (`dynamic`), or are set by each forward pass (`longrope`). So sequences take

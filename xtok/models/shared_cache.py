@@ -18,9 +18,9 @@ from transformers import Cache, PreTrainedModel
 
 from xtok.models import timing
 from xtok.models.cache import CACHE, stacked
-from xtok.models.forwards import Answer, Ask, Parent, wait_for
+from xtok.models.forwards import Answer, ForwardRequest, Parent, wait_for
 from xtok.models.graphs import Graphs, Inputs
-from xtok.models.groups import by_positions, grouped, halved, is_wide
+from xtok.models.groups import bisect_until_fits, by_positions, grouped, is_wide
 from xtok.models.layers import Layer, View, doubled
 from xtok.models.masks import NewIds, Trees
 from xtok.models.runner import runner_of
@@ -63,7 +63,7 @@ class SharedSlot:
     def guesses(self, new: int) -> int:
         return sys.maxsize if self._shapes is None else self._shapes.guesses(self.length, new)
 
-    def new(self, ask: Ask | None) -> NewIds:
+    def new(self, ask: ForwardRequest | None) -> NewIds:
         """The new ids that `ask` adds to the row; none if it is None."""
         if ask is None:
             return NewIds(self.held, self.length, nodes=self.branched)
@@ -71,7 +71,7 @@ class SharedSlot:
         parents = [*[Parent.KEPT] * kept, *ask.parents]
         return NewIds(self.held, self.length + kept, ask.ids, parents, self.branched + len(ask.parents))
 
-    def take(self, ask: Ask) -> None:
+    def take(self, ask: ForwardRequest) -> None:
         self.length += len(ask.ids) - len(ask.parents)
         self.branched += len(ask.parents)
         self.forwards += 1
@@ -171,7 +171,7 @@ class SharedCache:
                 layer.tile(own, rows, positions, capacity, self._used[0])
         return made
 
-    def groups(self, asks: Sequence[Ask]) -> list[list[Ask]]:
+    def groups(self, asks: Sequence[ForwardRequest]) -> list[list[ForwardRequest]]:
         self._close_gaps()
         if self._shapes is not None:
             self._shapes.refresh()
@@ -183,15 +183,15 @@ class SharedCache:
         groups = [[ask] for ask in asks if is_wide(ask)]
         for kind in by_positions(narrow, self._seen, self._shapes.reads_alike):
             for group in grouped(kind):
-                groups += halved(group, lambda some: self._shape(some) is not None)
+                groups += bisect_until_fits(group, lambda some: self._shape(some) is not None)
         return groups
 
-    def _seen(self, ask: Ask) -> int:
+    def _seen(self, ask: ForwardRequest) -> int:
         """How many positions of a row a forward pass of fixed shape has to read."""
         assert self._shapes is not None
         return self._shapes.seen(ask.slot.length + ask.slot.branched + len(ask.ids))
 
-    def _shape(self, asks: Sequence[Ask]) -> tuple[int, int, int] | None:
+    def _shape(self, asks: Sequence[ForwardRequest]) -> tuple[int, int, int] | None:
         """The first row to forward, the one after the last, and how many ids of each; None if no shape is known for the group.
         If forward passes are captured, the rows are all up to a power of two, or all that there are: there are few shapes then.
         """
@@ -216,7 +216,7 @@ class SharedCache:
         return last if keys is None or keys.shape[2] < reach else max(last, len(keys))
 
     @torch.no_grad()
-    def serve(self, asks: Sequence[Ask]) -> list[Answer]:
+    def serve(self, asks: Sequence[ForwardRequest]) -> list[Answer]:
         """Answer sequences of different rows by one forward pass."""
         shape = self._shape(asks)
         assert shape is not None
@@ -239,7 +239,7 @@ class SharedCache:
             found.append(Answer(logits[row, -ask.rows :], shown, cost._replace(repeated=bool(found))))
         return found
 
-    def _forward(self, first: int, last: int, asks: Sequence[Ask], width: int) -> list[Tensor]:
+    def _forward(self, first: int, last: int, asks: Sequence[ForwardRequest], width: int) -> list[Tensor]:
         """Forward `width` ids of each of some rows. Returns logits, (rows, new, vocabulary), and hidden states, if shown."""
         asked = dict(zip(_rows(asks), asks, strict=True))
         rows = self._rows[first:last] + [None] * (last - max(first, len(self._rows)))  # the latter are no sequence's
@@ -260,7 +260,7 @@ class SharedCache:
         assert self._graphs is not None
         return self._graphs.run((first, last, width, seen), partial(self._computed, first, seen), inputs)
 
-    def _captures(self, asks: Sequence[Ask]) -> bool:
+    def _captures(self, asks: Sequence[ForwardRequest]) -> bool:
         """Whether to capture the forward pass: not if it makes the cache or reads a prompt."""
         return self._graphs is not None and not is_wide(asks[0]) and all(layer.is_initialized for layer in self._layers)
 
@@ -334,7 +334,7 @@ class SharedCache:
         self._used[target] = max(used, self._used[target])
 
 
-def _states(asks: Sequence[Ask], first: int, rows: int, width: int) -> Tensor | None:
+def _states(asks: Sequence[ForwardRequest], first: int, rows: int, width: int) -> Tensor | None:
     """What the model reads beside ids, (rows, width, size), with zeros in front as padding; None if it reads ids alone."""
     given = {ask.slot.index - first: ask.states for ask in asks if isinstance(ask.slot, SharedSlot) and ask.states is not None}
     if not given:
@@ -346,5 +346,5 @@ def _states(asks: Sequence[Ask], first: int, rows: int, width: int) -> Tensor | 
     return found
 
 
-def _rows(asks: Sequence[Ask]) -> list[int]:
+def _rows(asks: Sequence[ForwardRequest]) -> list[int]:
     return [ask.slot.index for ask in asks if isinstance(ask.slot, SharedSlot)]

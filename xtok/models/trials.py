@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from xtok.errors import UnsupportedModelError
 from xtok.models.cache import context_window, ids_read, new_cache
 from xtok.models.cached_model import CachedModel
-from xtok.models.forwards import Ask
+from xtok.models.forwards import ForwardRequest
 from xtok.models.packed import HALF, PackedLinear, packed_layers
 from xtok.models.runner import copied, keep_unpacked, running
 from xtok.models.shapes import USUAL, Shapes
@@ -70,7 +70,7 @@ class Trials:
     def _made(self, model: PreTrainedModel) -> SharedCache:
         """A cache with some ids in its first row."""
         made = SharedCache(model)
-        made.serve([Ask(made.join(), self._ids(0, min(_READ, self._base(TRIED))), 1)])
+        made.serve([ForwardRequest(made.join(), self._ids(0, min(_READ, self._base(TRIED))), 1)])
         return made
 
     def check_bits(self) -> None:
@@ -137,7 +137,7 @@ class Trials:
             asks = []
             for row, slot in enumerate(slots):
                 slot.length = base + end - size
-                asks.append(Ask(slot, self._ids(end - size + (first if row in tried else 0), size), size))
+                asks.append(ForwardRequest(slot, self._ids(end - size + (first if row in tried else 0), size), size))
             answers = cache.serve(asks)
             logits.append(torch.stack([answers[row].logits for row in tried]))
         return [torch.cat(logits, dim=1), *(part[tried, :, base : base + sum(pieces)] for part in cache.parts)]
@@ -151,7 +151,7 @@ class Trials:
         for chain in (self._ids(0, before), self._ids(_READ, _NODES), self._ids(0, after)):
             parents += [-1, *range(len(ids), len(ids) + len(chain) - 1)][: len(chain)]
             ids += chain
-        (answer,) = slot.server.serve([Ask(slot, ids, len(ids), parents)])
+        (answer,) = slot.server.serve([ForwardRequest(slot, ids, len(ids), parents)])
         logits: Tensor = answer.logits
         return logits[before : before + _NODES]
 

@@ -21,7 +21,7 @@ from xtok.drafts.session import Guess, Session
 from xtok.drafts.tree import Tree
 from xtok.errors import InvalidInputError, shown
 from xtok.models.cache_set import CacheSet, Slots
-from xtok.models.forwards import together
+from xtok.models.forwards import run_lockstep
 from xtok.models.load import Source, draft_model
 from xtok.models.modes import Modes, within
 from xtok.models.runner import renewed
@@ -197,7 +197,7 @@ class DraftEngine:
     def _guessed(self, texts: Sequence[DraftedText], limit: Budget, batch: Batch) -> dict[DraftedText, Guess]:
         for text in texts:
             text.show()
-        guesses = together([text.session.propose(limit, batch, chained=True) for text in texts])
+        guesses = run_lockstep([text.session.propose(limit, batch, chained=True) for text in texts])
         return dict(zip(texts, guesses, strict=True))
 
     def _learn(self) -> None:
