@@ -103,8 +103,8 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)
 
 
 def use_in(model: PreTrainedModel) -> None:
-    """Let a model that is xtok's own, but whose configurations may be others' too, attend by this function in place of
-    transformers' "sdpa". One that a caller registered by that name stays.
+    """Let a model that is xtok's own, but whose configurations may be others' too, attend by this function in place of transformers' "sdpa".
+    One that a caller registered by that name stays.
     """
     configs = dict[int, Any]()
     if (
