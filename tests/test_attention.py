@@ -11,16 +11,13 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations import sdpa_attention
-from worlds import fitting, tokenizer
 
 from xtok.models import attention
 from xtok.models.attention import EvenKeys, Keys
-from xtok.models.runner import running
 
-TOKENS = tokenizer("SentencePiece BPE")
 SEEN, SIZE = 128, 8
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-ATTENTION: Any = AttentionInterface()[attention.NAME]
+ATTENTION: Any = AttentionInterface()["sdpa"]
 
 
 def drawn(seed: int, queries: int, groups: int, dtype: torch.dtype) -> list[Tensor]:
@@ -125,12 +122,3 @@ def test_other_attention_is_left_to_transformers(case: str, monkeypatch: pytest.
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3 if case == "more threads than heads" else 1)
     ATTENTION(layer(2), query, key if case == "plain keys" else key.as_subclass(Keys), value, mask)
     assert len(got) == 1
-
-
-def test_transformers_own_attention_stays_what_it_is() -> None:
-    assert AttentionInterface()["sdpa"] is sdpa_attention.sdpa_attention_forward
-    lm = fitting(TOKENS, "Qwen2", 0, dtype=torch.bfloat16)
-    copy = running(lm)
-    assert lm.config._attn_implementation == "sdpa"
-    used = {one.config._attn_implementation for one in copy.modules() if "config" in vars(one)}
-    assert copy is lm or used == {attention.NAME}

@@ -1,6 +1,5 @@
 """Attention over the keys of xtok's caches: fewer copies of them, and numbers of queries that give the same bits."""
 
-from copy import copy
 from inspect import signature
 from typing import Any
 
@@ -8,9 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 QUERIES = 4
@@ -60,7 +57,7 @@ def _preceded(rows: Tensor, count: int) -> Tensor:
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *args: Any, **others: Any
 ) -> tuple[Tensor, None]:
-    """Attention by `scaled_dot_product_attention`, as transformers' own.
+    """Attention by `scaled_dot_product_attention`, registered in place of transformers' own.
 
     If several heads of `query`, (rows, heads, new, size), share the keys of a cache of xtok on a CPU, they become queries of
     one head, and keys and values aren't copied for each: a forward pass of SmolLM2 with 8 new ids then takes 0.94 of the time
@@ -96,25 +93,5 @@ _OTHERS = {"softcap", "output_attentions", *signature(sdpa_attention_forward).pa
 _OTHERS -= {"module", "query", "key", "value", "attention_mask", "scaling", "is_causal", "kwargs"}
 """What else that function may be given. Whether attention is causal follows from the mask."""
 
-NAME = "xtok"
-"""The name of this attention in transformers' registries."""
-ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
-ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)
-
-
-def use_in(model: PreTrainedModel) -> None:
-    """Let a model that is xtok's own, but whose configurations may be others' too, attend by this function in place of transformers' "sdpa".
-    One that a caller registered by that name stays.
-    """
-    configs = dict[int, Any]()
-    if (
-        not getattr(model, "_supports_attention_backend", False)
-        or ALL_ATTENTION_FUNCTIONS["sdpa"] is not sdpa_attention_forward
-    ):
-        return
-    for module in model.modules():
-        config = vars(module).get("config")
-        if getattr(config, "_attn_implementation", None) == "sdpa":
-            own = configs.setdefault(id(config), copy(config))
-            vars(own)["_attn_implementation_internal"] = NAME
-            vars(module)["config"] = own
+if ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward:  # a caller's own function stays
+    ALL_ATTENTION_FUNCTIONS.register("sdpa", _attention)

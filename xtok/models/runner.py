@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from xtok.models.attention import use_in
 from xtok.models.packed import HALF, Float16Linear, PackedLinear, exact_scale, is_packable, multiplies_half, packed_layers
 
 T = TypeVar("T")
@@ -227,11 +226,7 @@ def _packed_copy(model: PreTrainedModel, layers: list[Any]) -> PreTrainedModel |
         made = packed_layers(layers)
     except (AttributeError, RuntimeError, MemoryError):  # a torch without these kernels, or a machine without the memory
         return None
-    if not made:
-        return None
-    found = copied(model, made)
-    use_in(found)
-    return found
+    return copied(model, made) if made else None
 
 
 def copied(model: PreTrainedModel, instead: dict[nn.Module, nn.Module]) -> PreTrainedModel:
@@ -274,4 +269,3 @@ def pack_in_place(model: PreTrainedModel, *, convert: bool) -> None:
                     setattr(parent, name, made)
         model.float()  # type: ignore[no-untyped-call]
         model.config.dtype = torch.float32
-        use_in(model)

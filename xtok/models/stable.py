@@ -14,7 +14,6 @@ import torch
 from transformers import PreTrainedModel
 
 from xtok.errors import InvalidInputError, UnsupportedModelError, XTokError
-from xtok.models.attention import NAME
 from xtok.models.cache import context_window, device_of
 from xtok.models.shapes import CHUNK, USUAL, Shapes
 from xtok.models.timing import excluded
@@ -161,10 +160,7 @@ class StableShapes(Shapes):
 
     def _find(self) -> _Known:
         """What is known about the model as torch's settings are now, after first trials."""
-        device, even = (
-            device_of(self._model),
-            attention_of(self._model) in ("sdpa", NAME),
-        )  # others get as few queries as there are
+        device, even = device_of(self._model), attention_of(self._model) == "sdpa"  # others get as few queries as there are
         known = _Known(Trials(self._model), even, _CPU_CHUNK if device.type == "cpu" else CHUNK)
         try:
             _check_threads(device)
