@@ -44,7 +44,7 @@ class Runner:
         packed = [one for one in self.model_of(source).modules() if isinstance(one, PackedLinear)]
         self.infers = bool(packed) and self._is_plain and _is_of_libraries(source)
         self._places = [one.weight.detach()[place] for one in packed if self._copy is not None for place in _places(one)]
-        self._values = _stacked(self._places)
+        self._values = [place.item() for place in self._places]
 
     def is_of(self, source: PreTrainedModel) -> bool:
         """Whether `source` is as it was when this was made. Some values of packed weights are compared, since not all that
@@ -52,7 +52,7 @@ class Runner:
         """
         if _state(source) != self._state or (self._has_to_be_plain and _is_plain(source) != self._is_plain):
             return False
-        return all(map(torch.equal, self._values, _stacked(self._places)))
+        return self._values == [place.item() for place in self._places]
 
     def model_of(self, source: PreTrainedModel) -> PreTrainedModel:
         """What to forward in place of `source`, which is the model of this runner."""
@@ -174,12 +174,6 @@ def _places(layer: PackedLinear) -> list[tuple[int, int]]:
     """The indices of some values of a weight."""
     rows, columns = layer.out_features, layer.in_features
     return [(rows // 3, columns // 3), (rows - 1, columns // 2)]
-
-
-def _stacked(values: list[Tensor]) -> list[Tensor]:
-    """Values that are scalars, those of each dtype in one tensor."""
-    kinds = dict.fromkeys(one.dtype for one in values)
-    return [torch.stack([one for one in values if one.dtype == kind]) for kind in kinds]
 
 
 def _settings_of(module: nn.Module) -> str:
