@@ -82,15 +82,6 @@ def mostly_deep(values: Iterable[Any], quick: Container[Any]) -> list[Any]:
     return [one for value in values for one in ([value] if value in quick else deep(value))]
 
 
-def in_turns(firsts: Sequence[Any], values: Iterable[Any]) -> list[Any]:
-    """Pairs, one parameter of two names each. The regular suite tries each value with one of those that come first in turns."""
-    pairs = [[first, value] for value in values for first in firsts]
-    return [
-        pytest.param(*pair, marks=[] if i % len(firsts) == i // len(firsts) % len(firsts) else pytest.mark.deep)
-        for i, pair in enumerate(pairs)
-    ]
-
-
 def quick() -> bool:
     """Whether this is the profile of the regular suite."""
     return settings().max_examples < 100

@@ -252,7 +252,7 @@ class XTokAssisted:
         """Yield what `show` makes of each round. Arguments are checked at once. A round runs when the caller asks for it, under
         torch's modes at this call.
         """
-        modes, view = current(), self.target.vocabulary.view
+        modes, view = current(), self._setup.target.vocabulary.view
         with within(modes):
             request = prepare_one(setup := self.setup, prompt, arguments)
 
@@ -286,17 +286,17 @@ class XTokAssisted:
         is as in `generate`. `stop_strings` is a parameter so that transformers passes it on: it drops `tokenizer`, which stop
         strings would need there, and refuses stop strings in a generation config.
         """
-        if model is not self.model:
+        setup = self.setup
+        if model is not setup.target.model:
             raise InvalidInputError("custom_generate was called by another model than the target. Call target.generate.")
         check_arguments({name: passed_to_generate(name) for name in ("assistant_model", "synced_gpus")})
         check_rows(stopping_criteria, stop_strings, rows=len(input_ids))
         check_adapters(model, len(input_ids))
-        setup = self.setup
         wanted = len(input_ids) == 1 and generation_config.return_dict_in_generate and setup.shapes is None
         keeps_cache = bool(wanted or (passed_to_generate("kwargs") or {}).get(CACHE) is not None)
-        given = input_ids, logits_processor, stopping_criteria, generation_config, traits(self.model)
+        given = input_ids, logits_processor, stopping_criteria, generation_config, traits(model)
         batch = Prepared(*given, inputs=model_kwargs, keeps_cache=keeps_cache)
-        requests = add_noise_and_shapes(setup, by_row(self.target, batch, stop_strings), seed)
+        requests = add_noise_and_shapes(setup, by_row(setup.target, batch, stop_strings), seed)
         sequences = self._run(setup, requests, len(requests), passed_to_generate("streamer"), keep=True)
         return as_transformers(sequences, generation_config)
 

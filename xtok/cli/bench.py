@@ -74,6 +74,7 @@ def bench(
     from xtok.bench.rows import print_tables
     from xtok.drafts.heads import HeadsDrafter
     from xtok.models.load import placements, target_model
+    from xtok.models.packed import multiplies_half
 
     settings = runs.named_settings(setting or (["greedy", "sampled", "own"] if asked else ["greedy", "penalty", "sampled"]))
     if file is not None:
@@ -89,7 +90,7 @@ def bench(
         torch.set_num_threads(1)  # models this small gain nothing from more
     length = max_new_tokens or (128 if asked else 64)
     shape: dict[str, Any] = {"heads": None if heads is None else HeadsDrafter(heads), "max_new_tokens": length, "batch": batch}
-    if target[0].device.type == "cpu" and not large:  # elsewhere, xtok loads models as transformers does
+    if target[0].device.type == "cpu" and not (large or multiplies_half()):  # elsewhere, xtok loads as transformers does
         made = target_model(models.source, placements(**models.placed)[0])
         shape["ours"] = made.model, made.vocabulary.tokenizer
     found, kinds = dict[str, list[Any]](), list[Any]()

@@ -43,8 +43,7 @@ class PackedLinear(nn.Module):
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        own: tuple[Tensor, Tensor | None] = layer.weight, layer.bias
-        self._own: Any = own  # in a tuple: they are the layer's parameters, not this one's
+        self._own: Any = (layer.weight, layer.bias)  # in a tuple: they are the layer's parameters, not this one's
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.kernel}"
@@ -164,8 +163,11 @@ def packed_layers(layers: list[Any]) -> dict[nn.Module, nn.Module]:
 
 
 def multiplies_half() -> bool:
-    """Whether oneDNN takes bfloat16 on this CPU: with AVX-512 and more. FBGEMM was measured where it doesn't."""
-    return bool(_MKLDNN._is_mkldnn_bf16_supported())
+    """Whether oneDNN takes bfloat16 on this CPU: with AVX-512 and more, or if a build of torch doesn't say. FBGEMM was measured
+    where it doesn't.
+    """
+    asked = getattr(_MKLDNN, "_is_mkldnn_bf16_supported", None)
+    return asked is None or bool(asked())
 
 
 def is_packable(layer: Any) -> bool:

@@ -30,7 +30,7 @@ class Runner:
 
     A model isn't to be changed while xtok uses it. What is cheap to see is noticed before each call, and everything is found
     out anew: another device or precision, replaced or rewritten weights and modules, adapters, and hooks where a copy would
-    lack them. What writes to `weight.data` needs `XTokAssisted.refresh`.
+    lack them. What writes to a few values by `weight.data` needs `XTokAssisted.refresh`.
 
     `infers`: whether forward passes may run in torch's inference mode, where SmolLM2's take 0.94 of the time: if none of the
     code is a caller's, which might keep tensors, and weights are torch's own.

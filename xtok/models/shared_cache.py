@@ -120,7 +120,7 @@ class SharedCache:
         which then have few shapes, too.
         """
         known = known or read(model)
-        self.device, self.dtype, self.vocabulary, self._window = known.device, known.dtype, known.vocabulary, known.window
+        self.device, self.vocabulary, self._window = known.device, known.vocabulary, known.window
         self._model, self._shapes, self._graphs = model, shapes, graphs
         self.runner = runner_of(model)
         self._forwarded: Any = self.runner.model_of(model)
