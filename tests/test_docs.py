@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import typer
+from commands import models_are_loaded_once
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from worlds import mostly_deep
 
@@ -20,6 +21,7 @@ import xtok
 from xtok import pair
 from xtok.cli.commands import app
 
+loaded_once = models_are_loaded_once
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "xtok").rglob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -36,7 +38,7 @@ def blocks(document: Path, language: str) -> list[str]:
     return [code for kind, code in FENCE.findall(document.read_text(encoding="utf-8")) if kind == language]
 
 
-QUICK = [ROOT / "README.md", ROOT / "docs" / "guide.md"]
+QUICK = [ROOT / "README.md"]
 WITH_CODE = [document for document in DOCUMENTS if blocks(document, "python")]
 
 
