@@ -25,6 +25,8 @@ _SHARE = 4
 """The packed weights of a model that keeps its own take at most the memory of the machine divided by this."""
 _LARGEST = 60_000
 """Up to which magnitude weights are scaled in float16, whose largest number is 65,504."""
+_PART = 2**18
+"""How many weights are converted at a time, so that they stay in a CPU's cache."""
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 """Files that hold the memory limit of a container."""
 _NO_GRADIENTS = (
@@ -91,8 +93,8 @@ class Float16Linear(PackedLinear):
         """`scale`: by what to multiply the weight, as `exact_scale` finds it."""
         super().__init__(layer)
         self._inverse = 1 / scale
-        bias = None if layer.bias is None else layer.bias.detach().float() * scale
-        self._packed: Any = _FBGEMM.linear_prepack_fp16(layer.weight.detach().float() * scale, bias)
+        weight, bias = (None if part is None else (part.detach() * scale).float() for part in self._own)
+        self._packed: Any = _FBGEMM.linear_prepack_fp16(weight, bias)
 
     def drop_own(self) -> None:
         """Keep the packed weight alone."""
@@ -129,16 +131,21 @@ def exact_scale(weight: Tensor) -> float | None:
     """A power of two by which a weight is multiplied so that float16 holds it exactly: 1 if it does anyway, None if there is
     none, and for weights that are all nearly zero or huge.
     """
-    whole = weight.detach().float()
-    largest = max(-float(whole.min()), float(whole.max()))
+    least, most = weight.detach().aminmax()
+    largest = max(-float(least), float(most))
     if not largest:
         return 1.0
     if not 2**-48 < largest < 2**64:
         return None
+    parts = torch.split(weight.detach().flatten(), _PART)
     for scale in (1.0, 2.0 ** floor(log2(_LARGEST / largest))):
-        if largest * scale <= _LARGEST and torch.equal((whole * scale).half().float() * (1 / scale), whole):
+        if largest * scale <= _LARGEST and all(_is_exact(part.float(), scale) for part in parts):
             return scale
     return None
+
+
+def _is_exact(part: Tensor, scale: float) -> bool:
+    return torch.equal((part * scale).half().float() * (1 / scale), part)
 
 
 def packed_layers(layers: list[Any]) -> dict[nn.Module, nn.Module]:
@@ -172,8 +179,10 @@ def multiplies_half() -> bool:
 
 def is_packable(layer: Any) -> bool:
     """Whether a module is a linear layer of torch's own, large enough on a CPU."""
-    weight: Any = getattr(layer, "weight", None)
-    if type(layer) is not nn.Linear or type(weight) not in (Tensor, nn.Parameter) or weight.layout != torch.strided:
+    if type(layer) is not nn.Linear:  # packed layers would unpack their weights
+        return False
+    weight: Any = layer.weight
+    if type(weight) not in (Tensor, nn.Parameter) or weight.layout != torch.strided:
         return False
     is_large = weight.numel() >= (_SMALL if weight.dtype == torch.float32 else 1)
     return is_large and weight.is_cpu and weight.dtype in (*HALF, torch.float32)
