@@ -67,24 +67,26 @@ def compare(
     *,
     heads: HeadsDrafter | None = None,
     ours: tuple[Any, Any] | None = None,
+    lengths: Sequence[int] = LENGTHS,
     **shape: Any,
 ) -> dict[str, Runs]:
-    """The runs of each system, as `measure` returns them. `ours`: the target as xtok loads it, if that is another model.
-    `shape`: `measure`'s arguments `max_new_tokens` and `batch`.
+    """The runs of each system, as `measure` returns them. `ours`: target and draft as xtok loads them, if these are other
+    models. `shape`: `measure`'s arguments `max_new_tokens` and `batch`.
 
     xtok runs without a draft, with prompt lookup alone, with that and token recycling, with its default drafts, and with the
     draft alone; with `heads`, also with them, lookup and recycling, and with heads alone. UAG runs with a copy of the draft and
-    its defaults, and with guesses of the constant length that is fastest on three calls; without a draft, transformers' prompt
-    lookup runs instead. What transformers refuses is left out.
+    its defaults, and with guesses of the constant length among `lengths` that is fastest on three calls; without a draft,
+    transformers' prompt lookup runs instead. What transformers refuses is left out.
     """
+    own_target, own_draft = ours or (target, draft)
     drafts: dict[str, Any] = {NONE: None, LOOKUP: PromptLookup(), NO_MODEL: without_a_model()}
-    drafts |= {} if draft is None else {XTOK: draft, DRAFT: [draft]}
+    drafts |= {} if own_draft is None else {XTOK: own_draft, DRAFT: [own_draft]}
     drafts |= {} if heads is None else {HEADS: heads, HEADS_ALONE: [heads]}
     theirs: dict[str, dict[str, Any]] = {THEIR_LOOKUP: {"prompt_lookup_num_tokens": _LOOKED_UP}}
     if draft is not None:
-        lengths = {UAG: None, **{UAG_LENGTH.format(length): length for length in LENGTHS}}
-        theirs = {name: uag(target[1], draft, length) for name, length in lengths.items()}
-    xts = {name: XTokAssisted(ours or target, one) for name, one in drafts.items()}
+        theirs = {UAG: uag(target[1], draft, None)}
+        theirs |= {UAG_LENGTH.format(length): uag(target[1], draft, length) for length in lengths}
+    xts = {name: XTokAssisted(own_target, one) for name, one in drafts.items()}
     return measure(target, xts, prompts, setting, theirs=theirs, **shape)
 
 
@@ -122,7 +124,7 @@ def _supported(theirs: dict[str, System], calls: Sequence[Mapping[str, Any]], ti
     if not theirs:
         return {}
     try:
-        tried = write_in_turns(theirs, calls, f"assisted generation by transformers, {title}")
+        tried = write_in_turns(theirs, calls if len(theirs) > 1 else calls[:1], f"assisted generation by transformers, {title}")
     except (ValueError, AttributeError):  # for vocabularies of one size and batches; and for some pairs when sampling
         return {}
     best = min(list(theirs)[1:], key=lambda name: tried[name].seconds / tried[name].tokens, default=None)

@@ -3,13 +3,16 @@
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from xtok.cli.console import JsonOption, Models, as_json, on_the_command_line, read_lines
 from xtok.errors import InvalidInputError
 from xtok.pair import pair
+
+if TYPE_CHECKING:
+    from xtok.bench.spec import Question
 
 HELD_OUT = 6
 """Every sixth of the prompts of the Japanese pair is for measuring; the others are for tuning."""
@@ -18,32 +21,41 @@ HELD_OUT = 6
 class Asked(str, Enum):
     """What is measured in place of texts to continue."""
 
-    CHATS = "chats"
+    SPEC = "spec"
 
 
 @on_the_command_line
 def bench(
     models: Models,
     asked: Annotated[
-        Asked | None, typer.Argument(help="Ask prompts as questions in chats, by kinds, on one thread.", show_default=False)
+        Asked | None,
+        typer.Argument(help="Ask MT-Bench's questions, in English and Japanese, on one thread.", show_default=False),
     ] = None,
     file: Annotated[
         Path | None,
         typer.Option(
             "--prompts",
             help="A file with one prompt per line.",
-            show_default="20 held-out prompts; for chats, 32 questions in eight kinds",
+            show_default="the pair's held-out ones; for spec, MT-Bench, fetched once (0.4 MB)",
         ),
     ] = None,
+    kind: Annotated[
+        list[str] | None,
+        typer.Option(help="For spec, only this kind (coding, math, …) or language (en, ja). May be given again."),
+    ] = None,
+    turns: Annotated[
+        int, typer.Option(min=1, max=2, help="For spec, how many questions of each chat are asked, one after the other.")
+    ] = 1,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Use only this many prompts, the first ones.", show_default="all")
+        int | None,
+        typer.Option(min=1, help="Use only this many prompts.", show_default="all; for spec, one of each kind and language"),
     ] = None,
     setting: Annotated[
         list[str] | None,
         typer.Option(
             help="How to generate: greedy, penalty, sampled (T = 0.8), or own (sampled, by the target's generation config). "
             "May be given again.",
-            show_default="greedy, penalty and sampled; for chats, greedy, sampled and own",
+            show_default="greedy, penalty and sampled; for spec, greedy and sampled",
         ),
     ] = None,
     draft: Annotated[
@@ -54,11 +66,11 @@ def bench(
         ),
     ] = None,
     heads: Annotated[
-        Path | None, typer.Option(help="A file of heads, to measure as well.", show_default="for chats, those of --pair")
+        Path | None, typer.Option(help="A file of heads, to measure as well.", show_default="for spec, those of --pair")
     ] = None,
     max_new_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="How many tokens to write after each prompt.", show_default="64; for chats, 128"),
+        typer.Option(min=1, help="How many tokens to write after each prompt.", show_default="64; for spec, 128"),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="How many texts to write at a time.")] = 1,
     large: Annotated[
@@ -69,54 +81,63 @@ def bench(
     """Measure on your machine: the target alone, transformers' assisted generation and xtok, in turns on the same prompts."""
     import torch
 
-    from xtok.bench import compare, runs
-    from xtok.bench.chats import Question, as_chats, kind_rows, questions
+    from xtok.assisted import XTokAssisted
+    from xtok.bench import compare, runs, spec
     from xtok.bench.rows import print_tables
     from xtok.drafts.heads import HeadsDrafter
-    from xtok.models.load import placements, target_model
     from xtok.models.packed import multiplies_half
 
-    settings = runs.named_settings(setting or (["greedy", "sampled", "own"] if asked else ["greedy", "penalty", "sampled"]))
-    if file is not None:
-        lines = [Question("of the file", line) for line in read_lines(file)]
-    else:
-        lines = questions() if asked else [Question("held-out", text) for text in _held_out(models)]
-    lines = lines[:limit]
+    settings = runs.named_settings(setting or (["greedy", "sampled"] if asked else ["greedy", "penalty", "sampled"]))
+    if not asked and (kind or turns > 1):
+        raise InvalidInputError("--kind and --turns choose from MT-Bench's questions. Use them with xtok bench spec.")
+    questions = _questions(models, asked, file, kind or ())[:limit]
+    if asked and limit is None and file is None:
+        questions = questions[: len({one.kind for one in questions})]
     target, small = _loaded(models, draft, large)
-    prompts: Sequence[Any] = [one.text for one in lines]
+    prompts: Sequence[Any] = [one.turns[0] for one in questions]
+    if asked or (file is None and models.pair and models.pair.chats):
+        prompts = spec.as_chats(target[1], prompts)
     if asked:
-        prompts = as_chats(target[1], [one.text for one in lines])
         heads = heads or (models.pair.heads if models.named and models.pair else None)
-        torch.set_num_threads(1)  # models this small gain nothing from more
+        torch.set_num_threads(1)  # small models gain nothing from more, and the target alone is measured by the same number
     length = max_new_tokens or (128 if asked else 64)
     shape: dict[str, Any] = {"heads": None if heads is None else HeadsDrafter(heads), "max_new_tokens": length, "batch": batch}
+    shape |= {"lengths": ()} if asked else {}
     if target[0].device.type == "cpu" and not (large or multiplies_half()):  # elsewhere, xtok loads as transformers does
-        made = target_model(models.source, placements(**models.placed)[0])
-        shape["ours"] = made.model, made.vocabulary.tokenizer
-    found, kinds = dict[str, list[Any]](), list[Any]()
+        shape["ours"] = _loaded_by_xtok(models, draft, with_draft=small is not None)
+    if turns > 1:
+        answering = XTokAssisted(shape["ours"][0] if "ours" in shape else target)
+        prompts = [*prompts, *spec.second_turns(answering, questions, prompts, length)]
+    kinds = [one.kind for one in questions] * (len(prompts) // max(1, len(questions)))
+    found, by_kind = dict[str, list[Any]](), dict[str, list[Any]]()
     for name, way in settings.items():
         done = compare.compare(target, small, prompts, way, **shape)
         found[name] = compare.rows_of(done, sampled=way.arguments["do_sample"])
-        own = next(system for system in (compare.HEADS, runs.XTOK, compare.NO_MODEL) if system in done)
-        kinds += kind_rows(way, lines, done[own], done[runs.ALONE]) if asked and batch == 1 else []
+        by_kind |= {name: spec.kind_rows(kinds, done)} if asked and batch == 1 else {}
     device, titles = compare.described(target[0]), {name: way.title for name, way in settings.items()}
     if json:
-        typer.echo(as_json({"device": device, "max_new_tokens": length, "titles": titles, "kinds": kinds, "settings": found}))
+        typer.echo(as_json({"device": device, "max_new_tokens": length, "titles": titles, "kinds": by_kind, "settings": found}))
         return
-    tables = {f"by kind of question, up to {length} tokens: {own}": kinds} if kinds else {}
-    print_tables(tables | {titles[name]: rows for name, rows in found.items()})
-    typer.echo(f"{device}, {len(lines)} prompts.")
+    tables = {titles[name]: rows for name, rows in found.items()}
+    print_tables({f"by kind, {titles[name]}": rows for name, rows in by_kind.items()} | tables)
+    typer.echo(f"{device}, {len(prompts)} prompts, up to {length} tokens each.")
 
 
-def _held_out(models: Models) -> list[str]:
-    """Prompts that no draft was tuned on."""
+def _questions(models: Models, asked: Asked | None, file: Path | None, kinds: Sequence[str]) -> "list[Question]":
+    """The lines of the file, MT-Bench's questions, or the pair's texts that no draft was tuned on."""
+    from xtok.bench import spec
+
+    if file is not None:
+        return [spec.Question("of the file", (line,)) for line in read_lines(file)]
+    if asked:
+        return spec.questions(kinds)
     found = models.pair or pair("aozora")
-    return found.prompts[:: HELD_OUT if found.name == "aozora" else 1]
+    return [spec.Question("held out", (text,)) for text in found.prompts[:: HELD_OUT if found.name == "aozora" else 1]]
 
 
 def _loaded(models: Models, draft: str | None, large: bool) -> tuple[Any, Any]:
     """Target and draft, each with its tokenizer; no draft if none is given and there is none for the target."""
-    if draft == "lookup" or (draft is None and models.pair is None):
+    if _needs_no_model(models, draft):
         if large:
             raise InvalidInputError("--large has no effect without a draft model. Give one as --draft.")
         return models.load()[0], None
@@ -127,3 +148,17 @@ def _loaded(models: Models, draft: str | None, large: bool) -> tuple[Any, Any]:
 
         big, small = sized(big, *LARGE), sized(small, *SMALL)
     return (big, tokens), (small, pieces)
+
+
+def _needs_no_model(models: Models, draft: str | None) -> bool:
+    return draft == "lookup" or (draft is None and (models.pair is None or models.pair.draft is None))
+
+
+def _loaded_by_xtok(models: Models, draft: str | None, *, with_draft: bool) -> tuple[Any, Any]:
+    """Target and draft as `_loaded`, as xtok loads them for itself."""
+    from xtok.models.load import draft_model, placements, target_model
+
+    places = placements(**models.placed)
+    big = target_model(models.source, places[0])
+    small = draft_model(models.draft_model(draft), places[1]) if with_draft else None
+    return (big.model, big.vocabulary.tokenizer), small and (small.model, small.vocabulary.tokenizer)

@@ -47,7 +47,8 @@ class Models(NamedTuple):
         str | None,
         typer.Option(
             "--pair",
-            help=f"A named target with its draft model and heads: {' or '.join(PAIRS)}, a chat model, downloaded once (93 MB).",
+            help=f"A named target with its draft model or heads: {', '.join(PAIRS)}. The last two are chat models, "
+            "downloaded once (93 MB, 1.1 GB).",
             show_default="aozora",
         ),
     ] = None
@@ -96,11 +97,14 @@ class Models(NamedTuple):
             raise InvalidInputError(f'--draft is "{draft}", and this command needs a draft model. Give a hub id or path.')
         if draft is not None and holds_heads(draft):
             raise InvalidInputError(
-                f"{draft} holds heads, and this command needs a draft model. xtok bench chats --heads measures heads."
+                f"{draft} holds heads, and this command needs a draft model. xtok bench spec --heads measures heads."
             )
-        if draft is None and self.pair is None:
-            raise InvalidInputError(f"There is no draft model for {self.target}. Give a hub id or path as --draft.")
-        return draft or str(self.pair and self.pair.draft)
+        found = draft or (self.pair and self.pair.draft)
+        if found is None:
+            raise InvalidInputError(
+                f"There is no draft model for {self.target or self.named}. Give a hub id or path as --draft."
+            )
+        return str(found)
 
     def guesser(self, draft: str | None) -> Any:
         """What guesses, as `XTokAssisted` takes it, by --draft. Without one: of a pair what guesses better, heads or a model;

@@ -104,7 +104,7 @@ def _english(console: Console) -> list[Compared]:
     try:
         folder = real.target  # fetched at first
         with stage("Loading SmolLM2"):
-            target, heads = load(folder, "target"), HeadsDrafter(real.heads)
+            target, heads = load(folder, "target"), HeadsDrafter(str(real.heads))
             model = heads.model_for(target[0])
     except InvalidInputError as error:
         console.print(MISSING.format(reason=error))

@@ -55,7 +55,7 @@ def inspect(
             raise InvalidInputError(f"--{name} has no effect with --no-weights. Give one of them.")
     given: list[str | None] = [*draft] if draft else [None]
     if weights and draft is None and models.pair is not None:
-        given = [str(models.pair.guesser), None]  # which may be heads, and the draft model
+        given = [str(one) for one in (models.pair.guesser, models.pair.draft) if one]  # the former may be heads
     heads = [one for one in given if one is not None and holds_heads(one)]
     if heads and not weights:
         raise InvalidInputError(f"{heads[0]} holds heads, which have no tokenizer to compare. Leave out --no-weights.")
@@ -97,9 +97,9 @@ def inspect(
 
 def _judged(target: Any, drafts: dict[str, Any], texts: list[str], chats: bool) -> "dict[str, Verdict]":
     from xtok.assisted import XTokAssisted
-    from xtok.bench.chats import as_chats
     from xtok.bench.compare import measure
     from xtok.bench.runs import NONE, SETTINGS
+    from xtok.bench.spec import as_chats
     from xtok.bench.verdict import CHAIN, judge
 
     prompts: Any = as_chats(target[1], texts) if chats else texts
@@ -111,12 +111,8 @@ def _judged(target: Any, drafts: dict[str, Any], texts: list[str], chats: bool) 
 
 def _sample(models: Models, target: Any) -> tuple[list[str], bool]:
     """Texts in the target's language, and whether they are questions: the pair's, the target's own, or those of all pairs."""
-    if models.pair is not None and models.pair.chats:
-        from xtok.bench.chats import questions
-
-        return [one.text for one in questions()], True
     if models.pair is not None:
-        return models.pair.prompts, False
+        return models.pair.prompts, models.pair.chats
     from xtok.tune.writing import own_texts
 
     if target is not None and (texts := own_texts(target, MEASURED, OWN_TOKENS)):

