@@ -89,7 +89,6 @@ def test_what_is_learnt_of_a_prediction_is_of_that_text_alone() -> None:
     assert found.stats.accepted_by_draft[1] > 0
     assert len(xt.setup.policy.drafts) == 1
     assert xt.setup.policy.rounds is before
-    assert xt.setup.policy.picks > 9
 
 
 def test_a_prediction_takes_no_part_in_rejection_sampling() -> None:

@@ -51,8 +51,8 @@ class Latency:
         """Add a measurement.
 
         Hiccups only make things slower, and seldom hit twice in a row: a measurement counts as at most 1.2 times the mean, or
-        as the one before it. The mean counts as at most twice the latest. The first one counts only until there is a second,
-        since the first forward pass of a shape often takes longer.
+        as the one before it. The first one counts only until there is a second, since the first forward pass of a shape often
+        takes longer.
         """
         size = batch_bucket(sequences)
         cells, bucket = self._cells.setdefault(size, {}), (ceil(rows) - 1).bit_length()
@@ -60,7 +60,7 @@ class Latency:
         if cell is None or not cell.seconds:  # clocks of some systems tick coarsely
             cell = _Cell(0, rows, seconds, seconds, self._count)
         share, counted = max(1 / max(1, cell.times), SHARE), min(seconds, max(1.2 * cell.seconds, cell.latest))
-        mean = min(cell.seconds + share * (counted - cell.seconds), 2 * counted)
+        mean = cell.seconds + share * (counted - cell.seconds)
         found = _Cell(cell.times + 1, cell.rows + share * (rows - cell.rows), mean, seconds, self._count)
         self._count += 1
         for other, known in cells.items():

@@ -1,8 +1,8 @@
 """Decides what pays: which drafts to ask, how deep to guess, and how many guessed ids to verify. There is no clock here.
 
-All decisions follow one rule (Dinkelbach 1967): what is expected to add more picks than are made in the same time at present.
-Times are predicted from measurements of whole rounds, and expected picks from the draft's own probabilities, corrected by how
-often its guesses were right.
+All decisions follow one rule: what is expected to add more picks than rounds without guesses make in the same time. Times are
+predicted from measurements of whole rounds, and expected picks from the draft's own probabilities, corrected by how often its
+guesses were right.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from math import sqrt
 from threading import RLock
 from typing import Any, NamedTuple
 
-from xtok.drafts.policy.latency import ROUNDS, SHARE, Latency
+from xtok.drafts.policy.latency import ROUNDS, Latency
 from xtok.drafts.tree import Tree
 from xtok.models.timing import Cost
 
@@ -24,8 +24,6 @@ _LOSS = 2.0
 """How many tokens a draft may lose before it is paused. Of those that it gained, at most twice as many count."""
 _FEW = 64
 """A draft's forward pass with more rows per sequence than this reads a prompt, and says nothing about a usual round."""
-_DOUBT = 1.4
-"""How many times its cost a level must be expected to gain: the option that looks best is so partly by luck."""
 _MANY = 8
 """In batches of so many sequences on a CPU, guesses gained nothing in any measurement: further rows take as long as others."""
 WITHOUT_A_MODEL = 0.01
@@ -159,16 +157,13 @@ class Policy:
     `drafts`: what is known of each draft. `padded(sequences, rows)`: how many rows each sequence has, padding included, if
     `sequences` share a forward pass of the target and each needs `rows`; guesses in place of padding are free. `rounds`:
     predicts the seconds of a round, without those of drafts; if nominal, no guess depends on a clock. `on_cpu`: whether the
-    target is on a CPU. `picks`, `plain`: picks of a sequence in the latest rounds, and how many rounds without guesses would
-    have taken as long. `spacing`: after how many rounds with guesses comes one without; `since`: how many there were since.
+    target is on a CPU. `spacing`: after how many rounds with guesses comes one without; `since`: how many there were since.
     """
 
     drafts: list[DraftPolicy]
     padded: Callable[[int, int], int] = lambda sequences, rows: rows
     rounds: Latency = field(default_factory=Latency)
     on_cpu: bool = False
-    picks: float = 0.0
-    plain: float = 0.0
     spacing: int = 4
     since: int = 4
     lock: Any = field(default_factory=RLock, repr=False, compare=False)
@@ -195,9 +190,9 @@ class Policy:
         return self.rounds.at(self.padded(sequences, int(rows)) if rows == int(rows) else rows, sequences)
 
     def rate(self, sequences: int) -> float:
-        """The picks per second of each sequence, if `sequences` share forward passes: never less than without guesses."""
+        """The picks per second of each sequence without guesses, if `sequences` share forward passes; 0 if not known."""
         plain = self.seconds(sequences, 1)
-        return max(1.0, self.picks / self.plain if self.plain else 0.0) / plain if plain else 0.0
+        return 1 / plain if plain else 0.0
 
     def width(self, offers: Sequence[tuple[int, Sequence[float]]], sequences: int | None = None) -> int:
         """The best number of rows for each sequence in a shared forward pass of the target.
@@ -225,8 +220,7 @@ class Policy:
 
         Each draft that was asked is judged by the picks that it gained, less those that its time was worth: its own, and its
         share, by its nodes, of what rows added to the target's forward pass. A gain is the mean of how many ids were right and
-        how many were expected to be: expectations vary less than results, so that fewer rounds are needed. In a trial, only
-        results count.
+        how many were expected to be: expectations vary less than results, so that fewer rounds are needed.
         """
         with self.lock:
             for draft in {id(draft): draft for one in outcomes for draft in one.drafts or self.drafts}.values():
@@ -240,20 +234,12 @@ class Policy:
             costs = [draft.learn(each) for draft, each in asked]
             if not (plain := self.seconds(count, 1)):
                 return
-            # A round that is far better than others, such as amid a repetition, counts as at most twice as good.
-            whole = self.seconds(count, rows)
-            took = whole + sum(costs)
-            picks = min(sum(one.picks for one in outcomes) / count, 1 + 2 * self.rate(count) * took)
-            self.picks = (1 - SHARE) * self.picks + picks
-            self.plain = (1 - SHARE) * self.plain + took / plain
             self.spacing = self.spacing if asked else min(2 * self.spacing, ROUNDS)
             self.since = self.since + 1 if asked else 0
-            rate = self.rate(count)
-            price = rate * (whole - plain) / max(1, sum(each.nodes for _, each in asked))
+            price = (self.seconds(count, rows) / plain - 1) / max(1, sum(each.nodes for _, each in asked))
             gained = dict[int, float]()
             for (draft, each), cost in zip(asked, costs, strict=True):
-                gain = each.right if draft.trial else (each.right + each.expected) / 2
-                gain = gain / count - rate * cost - price * each.nodes
+                gain = (each.right + each.expected) / 2 / count - cost / plain - price * each.nodes
                 gained[id(draft)] = gained.get(id(draft), 0.0) + gain
             paused = max(1, sum(draft.pause > 0 for draft in self.drafts))
             for draft in {id(draft): draft for draft, _ in asked}.values():
@@ -292,7 +278,7 @@ class Pays:
             gains = list(accumulate(self.draft.believed(one) * _ONWARD - row for one in probabilities))
 
             def worth(count: int) -> float:
-                return gains[count - 1] - _DOUBT * rate * self.draft.forward.at(count * many) * self.sequences / many
+                return gains[count - 1] - rate * self.draft.forward.at(count * many) * self.sequences / many
 
             best = max(range(1, len(gains) + 1), key=worth)
             return best if worth(best) > 0 else 0
