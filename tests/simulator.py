@@ -267,22 +267,6 @@ def simulated(
         return [world.play(written, budget, policy) for _ in range(rounds)]
 
 
-def listed(
-    world: World, count: int, size: int, length: int, budget: Budget, guessers: Sequence[Guesser], policy: Policy | None = None
-) -> float:
-    """The work of a list of so many texts, `size` of them at a time: the next one begins when one ends."""
-    policy = policy or Policy([DraftPolicy() for _ in guessers])
-    waiting, written, before = list(range(count)), list[Text](), world.clock.work
-    with world.watched():
-        while waiting or written:
-            begins = waiting[: size - len(written)]
-            del waiting[: len(begins)]
-            written += [Text(number, world.session(number, guessers, policy)) for number in begins]
-            world.play(written, budget, policy, is_pure=not begins)
-            written = [one for one in written if one.place < length]
-    return world.clock.work - before
-
-
 def speed(rounds: Sequence[tuple[int, float]]) -> float:
     """Picks per time."""
     return sum(picks for picks, _ in rounds) / sum(work for _, work in rounds)
@@ -298,7 +282,7 @@ FIXED = [
 """Shallow and deep, narrow and wide."""
 
 
-def best_fixed(engine: Engine, guessers: Sequence[Guesser], at: int, texts: int, rounds: int = 300) -> tuple[float, str]:
+def best_fixed(engine: Engine, guessers: Sequence[Guesser], at: int, texts: int, rounds: int = 150) -> tuple[float, str]:
     """The speed of the best of some fixed policies if drafts stay worth what they are in round `at`, and which that is."""
     chosen: list[list[Guesser]] = [[one] for one in guessers] + ([list(guessers)] if len(guessers) > 1 else [])
     found = [(speed(simulated(World(engine, guessers), 4, FIXED[0], [], texts=texts)), "nothing")]

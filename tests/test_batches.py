@@ -128,16 +128,6 @@ def test_a_bar_of_progress_changes_no_sequence_and_is_shown_if_requested(capsys:
     assert reference("Llama").generate([], **GREEDY) == []
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize(("architecture", "draft"), [("Llama", "several"), ("Mistral", "lookup")])
-def test_a_hundred_sequences_in_one_list_are_what_each_is_alone(architecture: str, draft: str) -> None:
-    """Law 8: other sequences change nothing, for many that come and go."""
-    prompts = [(CORPUS[i % len(CORPUS)] + CORPUS[(i * 7) % len(CORPUS)])[i % 23 : i % 23 + 1 + i * 3 % 61] for i in range(100)]
-    xt = XTokAssisted((target(architecture), TOKENS), MADE[draft](), budget=Budget(4, width=3))
-    for way in WAYS:
-        assert ids_of(xt.generate(prompts, batch_size=13, **WAYS[way])) == expected(architecture, prompts, way)
-
-
 def test_padding_changes_no_sequence_if_an_id_is_no_number() -> None:
     """Found by a hostile trial: rows were padded by id 0, which may be one that no text has."""
     lm = deepcopy(target("Llama"))

@@ -4,7 +4,6 @@ import json
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
-from math import inf
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -19,24 +18,12 @@ from worlds import TREE, deep, fitting, rising, tokenizer
 
 from xtok import Budget, HeadsDrafter, XTokAssisted, pair, train_heads
 from xtok.align.tokenbytes import token_bytes
-from xtok.decoding.prepare import prepare_one
-from xtok.decoding.rounds import run_one
-from xtok.decoding.setup import Setup
-from xtok.decoding.start import start
-from xtok.drafts.base import Context, Request
 from xtok.drafts.heads import described, save_heads
 from xtok.drafts.medusa import MedusaHeads
-from xtok.drafts.meter import Meter
-from xtok.drafts.policy.policy import DraftPolicy, Policy
 from xtok.drafts.sequential import SequentialHeads, sequential_config
-from xtok.drafts.session import Session
-from xtok.drafts.tree import Tree
 from xtok.errors import InvalidInputError
 from xtok.models.cache import CACHE
-from xtok.models.cache_set import CacheSet
-from xtok.models.forwards import run_lockstep
 from xtok.models.load import load
-from xtok.models.stable import StableShapes
 from xtok.models.timing import Span
 from xtok.tune.examples import IGNORED, Example, batch
 from xtok.tune.heads import TrainedHeads, _guesses, _hidden, _untrained, accuracies, loss_of
@@ -69,11 +56,6 @@ def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.config.num_hidden_layers = 4
     model.save_pretrained(folder)
     return folder
-
-
-def test_heads_begin_as_the_target_itself() -> None:
-    hidden = torch.randn(3, 8)
-    assert torch.equal(MedusaHeads(2, 8)(hidden), hidden[:, None].expand(3, 2, 8))
 
 
 @pytest.mark.deep
@@ -136,53 +118,10 @@ def test_what_is_learnt_is_what_is_guessed_later() -> None:
         assert torch.allclose(torch.stack(found).float(), learnt, atol=1e-4)
 
 
-@pytest.mark.parametrize("stable", [False, True])
-def test_hidden_states_are_those_after_which_the_last_id_was_picked(monkeypatch: pytest.MonkeyPatch, stable: bool) -> None:
-    """With fixed shapes, that may be a carried token."""
-    head: Any = TARGET.get_output_embeddings()
-    asked = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
-    start_ids, right = TOKENS("吾輩は").input_ids, XTokAssisted((TARGET, TOKENS)).generate("吾輩は", **asked).token_ids
-
-    shown, carries = list[int](), 0
-
-    class SideBranch:
-        def take_hidden(self, start: int, hidden: torch.Tensor) -> None:
-            nonlocal shown
-            shown = [*shown[: start - 1], *head(hidden[:, 0]).argmax(dim=-1).tolist()]
-
-        def propose(self, context: Context, budget: Budget) -> Tree:
-            """What is right, as the less likely branch, whose picks are carried over."""
-            following = right[len(context.ids) - len(start_ids) :][:1]
-            return Tree((0, *following), (-1, -1)[: 1 + len(following)], probabilities=(0.6, 0.3)[: 1 + len(following)])
-
-    budget = Budget(3, width=4, schedule="constant")
-    xt = XTokAssisted((TARGET, TOKENS), SideBranch(), budget=budget, stable=stable)
-    monkeypatch.setattr(Setup, "hidden_layers", property(lambda _: (-1,)))
-    monkeypatch.setattr(StableShapes, "tolerance", property(lambda _: inf))  # as long as it isn't measured
-    request = prepare_one(xt.setup, "吾輩は", dict(asked))
-    sequence = start(xt.setup, request, CacheSet(1))
-    for _ in run_one(sequence):
-        if sequence.finish_reason is None and sequence.session is not None:
-            carried = sequence.session._carried
-            carries += carried is not None
-            assert shown[len(start_ids) - 1 :] == sequence.new_ids + ([] if carried is None else [carried])
-    assert sequence.new_ids == right
-    assert bool(carries) == stable
-
-
 def heads_for(path: Path, **changed: Any) -> Path:
     known = described(TARGET, token_bytes(TOKENS))
     save_heads(MedusaHeads(2, 32), replace(known, **changed), path)
     return path
-
-
-def test_heads_guess_after_a_carried_token(tmp_path: Path) -> None:
-    save_heads(MedusaHeads(1, 32), described(TARGET, token_bytes(TOKENS)), tmp_path / "h")
-    request = Request(XTokAssisted((TARGET, TOKENS)).target.vocabulary, Meter(), model=TARGET, hidden_layers=(-1,))
-    session = Session([HeadsDrafter(tmp_path / "h")], request, Policy([DraftPolicy()]), TOKENS("吾輩は").input_ids)
-    session.extend([7], hidden=torch.randn(2, 1, 32, dtype=TARGET.dtype), carried=9)
-    (guess,) = run_lockstep([session.propose(Budget(4, width=4, schedule="constant"))])
-    assert guess.tree.tokens[0] == 9 and len(guess.tree) > 1 and request.meter.draft_error is None
 
 
 def test_a_target_may_change_its_precision_after_it_was_handed_in(tmp_path: Path) -> None:

@@ -132,17 +132,6 @@ def test_a_prompt_of_many_tokens() -> None:
     assert any(one.proposed for one in generation.rounds[-4:])
 
 
-@pytest.mark.parametrize(("draft", "prompt"), each_in_turns("", "a", "</s>", "<s><s></s><unk></s>" * 9))
-def test_prompts_of_nothing_of_one_token_and_of_control_tokens(draft: Any, prompt: str) -> None:
-    target, tokens = (BY_BYTES, BYTES) if len(prompt) > 1 else (TARGET, SPOKEN)
-    check(XTokAssisted((target, tokens), [draft], budget=TREES), prompt, tokens(prompt).input_ids or [tokens.bos_token_id])
-
-
-@pytest.mark.parametrize(("draft", "ids"), each_in_turns([1], [2], [5], [1, 0, 2, 1, 2]))
-def test_ids_of_one_token_and_of_control_tokens(draft: Any, ids: list[int]) -> None:
-    check_by_ids(XTokAssisted((BY_BYTES, BYTES), [draft], budget=CHAINS), draft[0], [ids])
-
-
 @pytest.mark.parametrize(("draft", "case"), each_in_turns(("", 1), ("吾輩は", 2), ("", 3)))
 def test_ids_that_end_in_half_a_character(draft: Any, case: tuple[str, int]) -> None:
     (text, size), view = case, token_bytes(BYTES)
@@ -153,17 +142,6 @@ def test_ids_that_end_in_half_a_character(draft: Any, case: tuple[str, int]) -> 
     check_by_ids(XTokAssisted((BY_BYTES, BYTES), [draft], budget=TREES if text else CHAINS), draft[0], [ids])
 
 
-def test_left_padded_rows_of_one_token_and_of_more_than_the_drafts_window() -> None:
-    draft = DRAFTS["other ids"]
-    small = fitting(draft[1], "GPT2", 2, window=16)
-    texts = ["".join(CORPUS[:2]), "吾輩は", "。"]
-    rows = [SPOKEN(text).input_ids for text in texts] + [[5]]
-    longest = max(map(len, rows))
-    padded = [[0] * (longest - len(row)) + row for row in rows]
-    for model, budget in ((small, TREES), (draft[0], CHAINS)):
-        check_by_ids(XTokAssisted((TARGET, SPOKEN), [(model, draft[1])], budget=budget), model, padded)
-
-
 @pytest.mark.parametrize(("draft", "templates"), each_in_turns("target", "both"))
 def test_a_chat_whose_messages_look_like_control_tokens(draft: Any, templates: str) -> None:
     tokens, draft_tokens = deepcopy(SPOKEN), deepcopy(draft[1])
@@ -171,10 +149,3 @@ def test_a_chat_whose_messages_look_like_control_tokens(draft: Any, templates: s
     draft_tokens.chat_template = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}" if templates == "both" else None
     ids = tokens.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=True)["input_ids"]
     check(XTokAssisted((TARGET, tokens), [(draft[0], draft_tokens)], budget=TREES), CHAT, ids)
-
-
-@pytest.mark.parametrize(("draft", "split"), each_in_turns(None, True))
-def test_texts_that_look_like_control_tokens(draft: Any, split: bool | None) -> None:
-    splits, prompt = {} if split is None else {"split_special_tokens": split}, "前</s>後 <0x41><0x ▁▁ ▁##a ##<|im_start|>"
-    target, tokens = (TARGET, SPOKEN) if split else (BY_BYTES, BYTES)
-    check(XTokAssisted((target, tokens), [draft], budget=TREES), prompt, tokens(prompt, **splits).input_ids, **splits)

@@ -16,7 +16,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from properties import padded, right
 from scripted import ScriptedDrafter, paths_of, tree_of
-from transformers import LogitsProcessorList
 from worlds import TREE_3, fitting, tokenizer
 
 from xtok import Budget, Context, PromptLookup, TokenRecycling, Tree, XTokAssisted
@@ -24,11 +23,10 @@ from xtok.align.tokenbytes import same_tokens, token_bytes
 from xtok.align.vocabulary import Vocabulary
 from xtok.drafts.base import Drafter, Request
 from xtok.drafts.given import ModelDraft
-from xtok.drafts.growth import Path, grown
 from xtok.drafts.meter import Meter
 from xtok.drafts.policy.policy import DraftPolicy, Outcome, Policy
 from xtok.drafts.session import Guess, Session
-from xtok.models.forwards import Steps, run_lockstep
+from xtok.models.forwards import run_lockstep
 from xtok.models.load import draft_model, target_model
 from xtok.models.prompts import prompt_ids
 from xtok.sampling.noise import noise
@@ -122,7 +120,7 @@ def test_a_draft_with_the_targets_ids_that_is_the_target_is_always_right(width: 
         [(deepcopy(TARGET), with_more_controls(TOKENS))],
         budget=Budget(3, width=width, nodes=200, schedule="constant"),
     )
-    for prompt in ("吾輩は", "The quick brown", "🍣"):
+    for prompt in ("吾輩は", "🍣"):
         generation = xt.generate(prompt, **asked)
         assert generation.token_ids == ALONE.generate(prompt, **asked).token_ids
         committed = [one.committed for one in generation.rounds[1:-1]]
@@ -131,29 +129,21 @@ def test_a_draft_with_the_targets_ids_that_is_the_target_is_always_right(width: 
         assert mean(committed) > 3
 
 
-def test_a_draft_with_the_targets_ids_and_less_of_them_guesses_what_it_knows() -> None:
+@pytest.mark.parametrize("is_small", [True, False])
+def test_a_draft_with_the_targets_ids_and_less_or_more_of_them_guesses_what_it_knows(is_small: bool) -> None:
     """Vocabularies may be padded to any size; an id that the draft hasn't is left out of what it reads."""
-    small = fitting(TOKENS, "GPT2", 1)
-    wide = fitting(with_more_controls(TOKENS), "Llama", 0)
-    assert wide.config.vocab_size > small.config.vocab_size
-    for target, draft in ((wide, small), (small, wide)):
-        xt = XTokAssisted((target, TOKENS), [(draft, TOKENS)], budget=TREE_3)
-        again = LogitsProcessorList([PicksAll()])
-        generation = xt.generate("吾輩は", logits_processor=again, **GREEDY)
-        assert (
-            generation.token_ids
-            == XTokAssisted((target, TOKENS)).generate("吾輩は", logits_processor=again, **GREEDY).token_ids
-        )
-        assert generation.stats.draft_error is None
+    models = fitting(with_more_controls(TOKENS), "Llama", 0), fitting(TOKENS, "GPT2", 1)
+    target, draft = models if is_small else models[::-1]
 
+    def leads(_: int, ids: torch.Tensor) -> list[int]:
+        """Through the last rows of the vocabulary, beyond the tokenizer's."""
+        return [target.config.vocab_size - 1 - len(ids) % 9]
 
-class PicksAll:
-    """Leads through the whole vocabulary, the rows beyond the tokenizer's included."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        only = torch.full_like(scores, -torch.inf)
-        only[:, -1 - input_ids.shape[1] % 9] = 0
-        return only
+    alone, helped = (
+        XTokAssisted((target, TOKENS), drafts, budget=TREE_3).generate("吾輩は", prefix_allowed_tokens_fn=leads, **GREEDY)
+        for drafts in (None, [(draft, TOKENS)])
+    )
+    assert helped.token_ids == alone.token_ids and helped.stats.draft_error is None
 
 
 # what may be given
@@ -187,20 +177,6 @@ def test_the_heuristic_schedule_guesses_two_more_after_a_guess_that_was_right_to
     xt = XTokAssisted((TARGET, TOKENS), Oracle(), budget=Budget(2, width=1, schedule="heuristic"))
     assert xt.generate("吾輩は", **GREEDY | {"max_new_tokens": 40}).token_ids == truth
     assert depths[:6] == [2, 4, 6, 5, 7, 9]
-
-
-def test_a_draft_continues_only_tokens_that_it_is_confident_of() -> None:
-    def expand(front: list[Path]) -> Steps[list[list[Path]]]:
-        yield from ()
-        return [[Path(path.probability * 0.5, 0, path.written + b"a", 0.5)] for path in front]
-
-    def grows(first: float, confidence: float) -> int:
-        budget = Budget(9, confidence=confidence, width=4, schedule="constant")
-        return len(run_lockstep([grown([Path(first, -1, b"x", first)], budget, expand)])[0])
-
-    assert grows(0.9, confidence=0.6) == 2
-    assert grows(0.9, confidence=0.4) == 9
-    assert grows(0.3, confidence=0.4) == 1
 
 
 # what a drafter may return, and what may fail
@@ -310,14 +286,14 @@ def test_a_last_id_that_another_one_replaces_changes_no_guess(kind: str) -> None
     def started() -> Drafter:
         return draft.start(Request(target, Meter(), samples=True))
 
-    for prompt in ("吾輩は猫である。吾輩は猫", "メロスは激", "The quick brown"):
+    for prompt in ("吾輩は猫である。吾輩は猫", "The quick"):
         ids = TOKENS(prompt, add_special_tokens=False).input_ids
         used = started()
-        for wrong, fits in islice(permutations(TOKENS("名 った brown", add_special_tokens=False).input_ids, 2), 0, None, 8):
+        for wrong, fits in islice(permutations(TOKENS("名 った brown", add_special_tokens=False).input_ids, 2), 0, None, 16):
             guess(used, [*ids, wrong])
             again, anew = guess(used, [*ids, fits]), guess(started(), [*ids, fits])
             guessed += len(anew)
             assert again.tokens == anew.tokens and again.parents == anew.parents
             assert again.probabilities == pytest.approx(anew.probabilities, rel=1e-3)
             ids = [*ids, fits]
-    assert guessed > 10
+    assert guessed > 5

@@ -2,7 +2,6 @@
 
 from copy import deepcopy
 from dataclasses import replace
-from itertools import cycle
 
 import pytest
 import torch
@@ -11,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted import paths_of, tree_of
 from transformers import AutoModelForCausalLM
-from worlds import ARCHITECTURES, TREE, fitting, model, tokenizer
+from worlds import TREE, fitting, tokenizer
 
 from xtok import Budget, Tree, XTokAssisted
-from xtok.drafts.growth import IdPath, Path, grown
+from xtok.drafts.growth import IdPath, grown
 from xtok.drafts.growth import tree_of as grown_tree
 from xtok.drafts.tree import CARRIED, Trie
 from xtok.models.forwards import Steps, run_lockstep
@@ -36,19 +35,6 @@ def built(name: str, **more: object) -> transformers.PreTrainedModel:
         if weight.dim() > 1:
             weight.data.normal_(0, 0.3)
     return made
-
-
-HOW = [(torch.float64, "sdpa"), (torch.bfloat16, "eager"), (torch.float32, "sdpa")]
-
-
-@pytest.mark.parametrize(("architecture", "how"), list(zip(sorted(ARCHITECTURES), cycle(HOW))))
-def test_models_with_positions_and_masks_take_trees(architecture: str, how: tuple[torch.dtype, str]) -> None:
-    dtype, attention = how
-    made = AutoModelForCausalLM.from_config(model(architecture, 40, 0, dtype).config, attn_implementation=attention).to(dtype)
-    for weight in made.parameters():
-        if weight.dim() > 1:
-            weight.data.normal_(0, 0.3)
-    assert traits(made.eval()).branches
 
 
 @pytest.mark.parametrize("name", ["Bloom", "Falcon", "GPTNeo"])
@@ -149,23 +135,6 @@ def test_a_tree_within_a_depth_has_the_nodes_up_to_it(guesses: list[tuple[list[i
     first = tree.subset(tree.likeliest_path(longest))
     assert first.parents == tuple(range(-1, len(first) - 1))
     assert not len(first) or tuple(first.tokens) in paths_of(tree)
-
-
-def test_the_likeliest_guesses_grow_wherever_they_branch_off() -> None:
-    budget = Budget(depth=3, width=2, schedule="constant")
-    calls = []
-
-    def expand(front: list[Path]) -> Steps[list[list[Path]]]:
-        yield from ()
-        calls.append([path.written for path in front])
-        return [
-            [Path(path.probability * share, 0, path.written + name) for share, name in ((0.6, b"a"), (0.3, b"b"))]
-            for path in front
-        ]
-
-    found = run_lockstep([grown([Path(0.7, -1, b"x"), Path(0.2, -1, b"y")], budget, expand)])[0]
-    assert calls == [[b"x", b"y"], [b"xa", b"xb"]]
-    assert sum(path.kept for path in found) == pytest.approx(0.9)
 
 
 @given(

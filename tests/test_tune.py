@@ -254,15 +254,6 @@ def test_the_command_says_if_nothing_was_gained(tmp_path: Path, monkeypatch: pyt
         assert ("Nothing was gained" in printed.splitlines()[-1]) == ends
 
 
-# the ways of picking
-
-
-def test_each_way_of_picking_is_measured_by_its_own_texts() -> None:
-    overall, found = per_forward(TARGET, None, PROMPTS, sampled=0.5, max_new_tokens=4)
-    assert overall == 1.0
-    assert found == {"greedy": 1.0, "sampled": 1.0, "greedy, repetition penalty 1.2": 1.0}
-
-
 # what is kept
 
 ROWS = [Example(torch.tensor([i, i]), torch.tensor([i, i]), torch.zeros(2, 1), torch.zeros(2, 1)) for i in range(3 * BATCH)]
