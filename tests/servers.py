@@ -52,6 +52,12 @@ def held_to(schema: Any) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}}
 
 
+@pytest.fixture(autouse=True)
+def schemas_are_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that imports this under another name starts no process to compile a grammar first."""
+    monkeypatch.setattr("xtok.serving.http.grammars.check_compiles", lambda grammar: None)
+
+
 class Server:
     """One that runs in a thread, at a free port, over an engine of its own."""
 

@@ -5,7 +5,6 @@ import pickle
 import re
 from collections.abc import Callable
 from copy import copy, deepcopy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,8 +24,6 @@ from front_door import (
     Recorder,
     encoded,
     forwards,
-    guesses,
-    truth,
     with_template,
 )
 from transformers import GenerationConfig
@@ -86,21 +83,6 @@ def test_the_models_handed_in_are_never_changed() -> None:
     with pytest.raises(UnsupportedArgumentError):
         xt.generate(PROMPT, num_beams=2, **GREEDY)
     assert not changed()
-
-
-def test_models_and_tokenizers_are_loaded_from_local_paths(tmp_path: Path) -> None:
-    for name, model, tokens in (("target", TARGET, TOKENS), ("draft", OTHER, BYTES)):
-        model.save_pretrained(tmp_path / name)
-        tokens.save_pretrained(tmp_path / name)
-    expected = XTokAssisted((TARGET, TOKENS), (OTHER, BYTES), budget=TREE).generate(PROMPT, **GREEDY)
-    for sources in (
-        (str(tmp_path / "target"), tmp_path / "draft"),
-        (tmp_path / "target", str(tmp_path / "draft")),
-        ((TARGET, TOKENS), tmp_path / "draft"),
-    ):
-        generation = XTokAssisted(*sources, budget=TREE).generate(PROMPT, **GREEDY)
-        assert generation.token_ids == expected.token_ids == truth()
-        assert guesses(generation) == guesses(expected)
 
 
 # models that are refused
@@ -169,18 +151,6 @@ def test_an_encoder_that_is_loaded_as_a_language_model_is_refused() -> None:
     decoder = encoder_model(is_decoder=True)
     generation = XTokAssisted((decoder, TOKENS), (OTHER, BYTES), budget=TREE_3).generate(PROMPT, **GREEDY)
     assert generation.token_ids == XTokAssisted((decoder, TOKENS)).generate(PROMPT, **GREEDY).token_ids
-
-
-def test_a_target_is_tried_out_once() -> None:
-    target = deepcopy(TARGET)
-    with forwards(target) as seen:
-        xt = XTokAssisted((target, TOKENS))
-        once = len(seen)
-        XTokAssisted((target, TOKENS))
-        assert len(seen) == once == 13
-        for _ in range(2):
-            once += xt.generate(PROMPT, **GREEDY).stats.target_forwards
-            assert len(seen) == once
 
 
 # copies

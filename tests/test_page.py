@@ -1,11 +1,9 @@
 """The page of `xtok serve`, in a real browser: what is seen, by pointer and keyboard, in light and dark, wide and narrow.
 
-Debian's Chromium, driven by Selenium; `make test-page` installs it. With XTOK_SCREENSHOTS set to a folder, the pictures of the
-documents are written there.
+Debian's Chromium, driven by Selenium; `make test-page` installs it.
 """
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,10 +26,8 @@ from servers import CHAT_TOKENS, Server, serving
 from worlds import fitting
 
 from xtok import Budget, XTokAssisted
-from xtok.bench.chats import questions
 from xtok.decoding.pick import NearTie
-from xtok.drafts.heads import HeadsDrafter
-from xtok.pair import DRAFT, TARGET, pair, prompts
+from xtok.pair import DRAFT, TARGET, prompts
 from xtok.results.page import tints
 from xtok.serving.http.service import Service
 
@@ -43,7 +39,6 @@ T = TypeVar("T")
 PATIENCE = 60
 WIDE, NARROW = 1100, 400
 LENGTH, LONG = 48, 400
-SCREENSHOTS = os.environ.get("XTOK_SCREENSHOTS")
 DRAFTS = ["draft", "prompt lookup", "token recycling"]
 
 
@@ -130,14 +125,6 @@ class Browser:
     def errors(self) -> list[str]:
         """What the console complained of."""
         return [one["message"] for one in self.driver.get_log("browser") if one["level"] == "SEVERE"]
-
-    def picture(self, name: str) -> None:
-        """A picture of the whole page, if pictures are wanted."""
-        if SCREENSHOTS:
-            size = self.run("return [innerWidth, document.documentElement.scrollHeight]")
-            dark = self.run("return matchMedia('(prefers-color-scheme: dark)').matches")
-            self.look(size[0], height=size[1], dark=dark)
-            self.driver.save_screenshot(str(Path(SCREENSHOTS) / name))
 
 
 @contextmanager
@@ -337,7 +324,6 @@ def test_a_trace_is_stepped_through_its_file_shows_the_same_and_no_text_is_marku
     page.one("#previous").click()
     page.one("#position").send_keys(Keys.END)
     assert page.text("#round h2") == f"Round {len(rounds)} of {len(rounds)}"
-    page.picture("trace.png")
 
 
 def test_without_models_a_trace_is_opened_and_what_is_wrong_is_said(english: Browser) -> None:
@@ -376,24 +362,6 @@ def test_a_server_with_a_key_asks_for_it_chats_by_the_template_and_samples_by_th
     expected = XTokAssisted(chat).generate([{"role": "user", "content": "吾輩は"}], **asked)
     assert english.content(".text") == expected.text
     english.errors()
-
-
-@pytest.mark.skipif(not SCREENSHOTS, reason="XTOK_SCREENSHOTS names no folder for the picture")
-def test_the_picture_of_the_documents_shows_what_they_say(english: Browser) -> None:
-    """Of a real pair, answering a question whose words the answer repeats."""
-    real = pair("smollm2")
-    question = next(one.text for one in questions() if one.text.startswith("Turn this text into a table"))
-    with serving(XTokAssisted(str(real.target), HeadsDrafter(real.heads))) as one:
-        one.service.name = "SmolLM2-135M-Instruct"
-        one.service.prompts = [question, *(each.text for each in questions() if each.kind in ("code", "science"))][:3]
-        english.look()
-        english.open(one.url)
-        english.write(tokens=128)
-        english.run("document.getElementById('advanced').open = false")
-        counts = english.run("return [...document.querySelectorAll('.one')].map((one) => one.querySelectorAll('.tint').length)")
-        richest = english.all(".one")[counts.index(max(counts))]
-        english.run("arguments[0].focus({preventScroll: true})", richest)
-        english.picture("page.png")
 
 
 @pytest.mark.deep

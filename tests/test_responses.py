@@ -7,7 +7,7 @@ from typing import Any
 
 import openai
 import pytest
-from servers import CALL, CHATS, TOOLS, calling_client, calling_server, serving, wait_for, writing
+from servers import CALL, CHATS, TOOLS, calling_client, calling_server, schemas_are_trusted, serving, wait_for, writing
 from servers import CALLING_LM as LM
 from servers import CALLING_TOKENS as TOKENS
 
@@ -16,14 +16,14 @@ from xtok.serving.http.middleware import LOG
 from xtok.serving.http.protocol import Limits, fields_of
 from xtok.serving.http.responses import Responses, chat_of
 
-server, client, writes = calling_server, calling_client, writing
+server, client, writes, trusted = calling_server, calling_client, writing, schemas_are_trusted
 FLAT = [{"type": "function", **tool["function"]} for tool in TOOLS]
 ASKED: Any = {"model": "tiny", "input": "天気は", "temperature": 0, "max_output_tokens": 200}
 WRITTEN = f"<think>\n見よう。</think>\n\n待て。<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{CALL}\n</tool_call>"
 
 
 def answered(client: openai.OpenAI, **more: Any) -> Any:
-    """The response. A stream of the same has to end with it; the client puts it together from its events, too."""
+    """The response. A stream of the same has to end with it."""
     whole = client.responses.create(**{**ASKED, **more})
     events: list[Any] = list(client.responses.create(**{**ASKED, **more}, stream=True))
     streamed = events[-1].response
@@ -33,9 +33,6 @@ def answered(client: openai.OpenAI, **more: Any) -> Any:
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == streamed.output_text
     assert [event.item for event in events if event.type == "response.output_item.done"] == streamed.output
     assert timeless(streamed) == timeless(whole)
-    if whole.status == "completed":
-        with client.responses.stream(**{**ASKED, **more}) as stream:
-            assert stream.get_final_response().output_text == whole.output_text
     return whole
 
 
@@ -71,7 +68,8 @@ def test_reasoning_text_and_calls_are_items_and_input_of_the_next_request(client
     results = [{"type": "function_call_output", "call_id": item.call_id, "output": "晴れ"} for item in first.output[2:]]
     given = [{"role": "user", "content": "天気は"}, *(item.to_dict() for item in first.output), *results]
     writes("晴れだ")
-    assert answered(client, tools=FLAT, input=given).output_text == "晴れだ"
+    with client.responses.stream(**{**ASKED, "input": given}, tools=FLAT) as stream:  # which the client puts together
+        assert stream.get_final_response().output_text == "晴れだ"
     chat = chat_of(fields_of(Responses, json.dumps({"input": given, "instructions": "猫"}).encode()))
     assert [message["role"] for message in chat.messages] == ["system", "user", "assistant", "tool", "tool"]
     assert (chat.messages[2]["content"], chat.messages[2]["reasoning_content"]) == ("待て。", "見よう。")
@@ -133,9 +131,9 @@ def test_what_agents_send_is_taken_and_what_has_no_effect_is_logged(
     assert (response.output_text, response.store, response.reasoning.effort) == ("はい", False, "high")
     plain = client.responses.create(**ASKED)
     assert plain.text.format.type == response.text.format.type == "text"
-    wait_for(lambda: len(caplog.records) == 4)
+    wait_for(lambda: len(caplog.records) == 3)
     names = {"include", "reasoning.summary", "reasoning_effort", "service_tier", "store", "text.verbosity"}
-    assert [set(json.loads(record.message).get("ignored", [])) for record in caplog.records] == [names] * 3 + [set()]
+    assert [set(json.loads(record.message).get("ignored", [])) for record in caplog.records] == [names] * 2 + [set()]
 
 
 def test_limits_are_those_of_chats() -> None:

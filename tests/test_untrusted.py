@@ -4,7 +4,6 @@ import ast
 import json
 import math
 import os
-import pickle
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,7 +14,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import front_door
-import numpy as np
 import pytest
 import torch
 from front_door import BYTES, OTHER, PROMPT, TARGET, TEMPLATE, TOKENS, with_template
@@ -148,21 +146,9 @@ def test_code_that_comes_with_a_model_is_not_run_and_nobody_is_asked(
     assert not (saved / "boom").exists()
 
 
-def garbled(whole: bytes) -> dict[str, bytes]:
-    header = min(int.from_bytes(whole[:8], "little"), len(whole))
-    return {
-        "nothing": b"",
-        "half": whole[: len(whole) // 2],
-        "half a header": whole[: header // 2],
-        "noise": np.random.default_rng(0).bytes(999),
-        "an absurd header": (2**62).to_bytes(8, "little") + whole[8:],
-        "a header of noise": whole[:8] + b"\xff" * header + whole[8 + header :],
-        "a pickle": pickle.dumps(Bomb(Path("boom"))),
-        "more than it says": whole + b"\0" * 99,
-    }
-
-
 FLIPS = st.lists(st.tuples(st.integers(0, 4000), st.integers(0, 255)), max_size=4)
+ABSURD = (2**62).to_bytes(8, "little") + b"{}"
+"""A header that claims to have so many bytes."""
 SPOILT = st.binary(max_size=200) | FLIPS
 """What becomes of a file: noise in place of it, or some bytes are others."""
 
@@ -174,33 +160,24 @@ def spoil(file: Path, how: bytes | list[tuple[int, int]]) -> None:
     file.write_bytes(bytes(data))
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
-@pytest.mark.filterwarnings("ignore")
-def test_weights_that_are_garbled_are_refused(saved: Path, name: str) -> None:
-    file = saved / name
-    if name != "model.safetensors":
-        (saved / "model.safetensors").unlink()
-        torch.save(TARGET.state_dict(), file)
-    for fault, data in garbled(file.read_bytes()).items():
-        file.write_bytes(data)
-        if fault != "more than it says" or name == "model.safetensors":
-            with pytest.raises(InvalidInputError, match=rf"{saved} can't be loaded: .+(pass the pair|Download)"):
-                XTokAssisted(saved)
-
-
 @examples(60)
-@given(SPOILT, st.booleans())
+@given(SPOILT, st.sampled_from(["model.safetensors", "pytorch_model.bin", "zipped"]))
+@example(ABSURD, "model.safetensors")
+@example(b"", "zipped")
 @pytest.mark.filterwarnings("ignore")
-def test_any_file_of_weights_is_refused_or_read_as_it_is(how: Any, zipped: bool) -> None:
+def test_any_file_of_weights_is_refused_or_read_as_it_is(how: Any, name: str) -> None:
     """Whatever is in it, no error but those of xtok is raised, and no code but torch's is run."""
     with TemporaryDirectory() as folder:
-        for part in (TARGET.config, TOKENS):
+        for part in (TARGET, TOKENS):
             part.save_pretrained(folder)
-        file = Path(folder) / "pytorch_model.bin"
-        torch.save(TARGET.state_dict(), file, _use_new_zipfile_serialization=zipped)
+        file = Path(folder) / name.replace("zipped", "pytorch_model.bin")
+        if name != "model.safetensors":
+            (Path(folder) / "model.safetensors").unlink()
+            torch.save(TARGET.state_dict(), file, _use_new_zipfile_serialization=name == "zipped")
         spoil(file, how)
         found = tried(lambda: load(folder, "target"))
         assert isinstance(found, tuple) or isinstance(found.error, XTokError), repr(found.error)
+        assert isinstance(how, list) or re.search(f"{folder} can't be loaded: .+(pass the pair|Download)", str(found.error))
 
 
 def test_weights_of_another_shape_or_missing_ones_are_not_made_up(saved: Path) -> None:
@@ -230,29 +207,20 @@ def heads(tmp_path: Path) -> Path:
     return tmp_path / "heads"
 
 
-def test_heads_that_are_garbled_or_pickled_are_refused(heads: Path) -> None:
-    whole = heads.read_bytes()
+def test_heads_that_are_pickled_are_refused(heads: Path) -> None:
     torch.save({"weight": Bomb(heads.parent / "boom"), "bias": torch.zeros(2, 32)}, heads)
-    for data in (heads.read_bytes(), *garbled(whole).values()):
-        heads.write_bytes(data)
-        with pytest.raises(InvalidInputError, match=r"holds no heads.*Make one with: xtok train-heads"):
-            HeadsDrafter(heads)
+    with pytest.raises(InvalidInputError, match=r"holds no heads.*Make one with: xtok train-heads"):
+        HeadsDrafter(heads)
     assert not (heads.parent / "boom").exists()
 
 
 KNOWN = {"target": "", "hidden_size": 32, "vocabulary": "", "accuracy": []}
 SHAPES: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
-    ((2, 32, 32), (2, 31)),
-    ((2, 32, 31), (2, 32)),
-    ((2, 32), (2, 32)),
-    ((0, 32, 32), (0, 32)),
-    ((2, 0, 0), (2, 0)),
-    ((1, 10**6, 0), (0,)),
-    ((10**5, 10**5, 0), (10**5, 0)),
-    ((), ()),
+    *(((2, 32, 32), (2, 31)), ((2, 32, 31), (2, 32)), ((2, 32), (2, 32)), ((0, 32, 32), (0, 32))),
+    *(((2, 0, 0), (2, 0)), ((1, 10**6, 0), (0,)), ((10**5, 10**5, 0), (10**5, 0)), ((), ())),
 ]
 SAID = (
-    *("", "{", "[]", "5", "null", '"a"', "[" * 99999, "9" * 9999, "{}", '{"accuracy": 5}', json.dumps(KNOWN)[:-1]),
+    *("", "[]", "null", "[" * 99999, "9" * 9999, "{}", '{"accuracy": 5}', json.dumps(KNOWN)[:-1]),
     *(json.dumps(KNOWN | more) for more in ({"accuracy": [5]}, {"more": 1}, {"target": None, "accuracy": {}})),
 )
 
@@ -260,10 +228,7 @@ SAID = (
 def test_heads_of_absurd_shapes_or_types_are_refused_before_they_take_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def made(*_: Any) -> None:
-        raise AssertionError("memory was taken")
-
-    monkeypatch.setattr("xtok.drafts.heads.MedusaHeads", made)
+    monkeypatch.setattr("xtok.drafts.heads.MedusaHeads", None)
     kinds = (((2, 32, 32), (2, 32), dtype) for dtype in (torch.int64, torch.bool, torch.complex64))
     for weight, bias, dtype in (*((*shapes, torch.float32) for shapes in SHAPES), *kinds):
         tensors = {"weight": torch.zeros(weight, dtype=dtype), "bias": torch.zeros(bias, dtype=dtype)}
@@ -351,7 +316,6 @@ LENGTHS = st.sampled_from([0, 1, 3, 6, -1, -(10**9), "6", 2.5, None, [], True])
 @example({"eos_token_id": []}, 6, "generate")
 @example({"do_sample": True, "temperature": 1e-300}, 6, "generate")
 @example({"stop_strings": ""}, 6, "generate")
-@example({"stop_strings": []}, 6, "generate")
 @example({"stop_strings": 5}, 6, "stream")
 @example({"stop_strings": ["\ud800"]}, 6, "custom_generate")
 @example({"split_special_tokens": "x"}, 6, "generate")
@@ -387,14 +351,9 @@ def test_any_argument_is_honoured_or_refused_as_transformers_does(given: dict[st
     drawn = asked["do_sample"] not in (False, None)
     singly = [tried(lambda name=name: truth(**{name: plain[name]})) for name in given if name in plain and len(given) > 1]
     useless = isinstance(found, Gone) and re.match("seed=.* has no effect on greedy generation", str(found.error))
-    agrees = useless or any(agree(found, one, drawn=drawn) for one in (expected, *faults(singly)))
-    assert agrees, repr(getattr(found, "error", found))
+    faults = [one for one in singly if isinstance(one, Gone)]  # of two that make no sense, either may be named first
+    assert useless or any(agree(found, one, drawn=drawn) for one in (expected, *faults)), repr(getattr(found, "error", found))
     assert XT.generate(PROMPT, **GREEDY).token_ids == EXPECTED
-
-
-def faults(answers: list[Any]) -> list[Gone]:
-    """Of two arguments that make no sense, either may be named first."""
-    return [one for one in answers if isinstance(one, Gone)]
 
 
 def generated(pieces: Any) -> Any:
@@ -446,8 +405,6 @@ def test_any_chat_is_read_as_the_target_reads_it_or_refused(chat: Any) -> None:
 
 
 SENSELESS = (5, "x y", {}, math.nan, object(), [None], b"x", "\0", "\ud800", "", "/", 1e300)
-
-
 SETTINGS = ("budget", "acceptance", "posterior_threshold", "posterior_alpha", "draft")
 LOADING = ("device", "dtype", "device_map", "quantization_config", "attn_implementation")
 
