@@ -81,17 +81,6 @@ class Server:
     def end(self) -> None:
         self._server.should_exit = True
 
-    def die(self) -> None:
-        """Break off all connections and take no more, as the system does for a process that is killed."""
-        self._server.force_exit = True
-        self.end()
-        for connection in list(self._server.server_state.connections):
-            connection.loop.call_soon_threadsafe(connection.transport.abort)
-
-    @property
-    def running(self) -> bool:
-        return self._thread.is_alive()
-
     @property
     def engine(self) -> Engine:
         assert self.service.engine is not None

@@ -374,19 +374,3 @@ def test_it_speaks_japanese_to_a_japanese_browser(shipped: Server) -> None:
         browser.point_at(browser.all(".one")[3])
         assert "ラウンド" in browser.text("#round h2")
         assert browser.errors() == []
-
-
-@pytest.mark.deep
-def test_a_server_that_dies_in_mid_text_leaves_what_had_come(english: Browser) -> None:
-    with serving(XTokAssisted(TARGET, DRAFT)) as one:
-        english.look()
-        english.open(one.url)
-        english.fill("prompt", prompts()[0])
-        english.fill("tokens", LONG)
-        english.one("#generate").click()
-        english.until(lambda: len(english.content(".text")) > 3)
-        one.die()
-    english.until_status("The connection was lost. This is what had arrived.")
-    assert len(english.content(".text")) > 3
-    assert english.one("#generate").is_enabled()
-    english.errors()
