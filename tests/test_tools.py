@@ -62,13 +62,6 @@ OWN = {
 
 READ: list[tuple[str, str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
     ("hermes", "", "今日は。 a < b\n", ("今日は。 a < b\n", "", [])),
-    ("hermes", "", f"<tool_call>\n{CALL}\n</tool_call>", ("", "", [("weather", {"city": "京都"})])),
-    (
-        "hermes",
-        "",
-        f"見る。\n<tool_call>{CALL}</tool_call>\n<tool_call>\n{CALL.replace('京都', 'b')}\n</tool_call>\n",
-        ("見る。", "", [("weather", {"city": "京都"}), ("weather", {"city": "b"})]),
-    ),
     (
         "hermes",
         "",
@@ -131,13 +124,6 @@ def test_whole_and_streamed_texts_say_the_same(name: str, marks: list[str], data
 @given(st.text(max_size=30))
 def test_a_text_without_marks_is_content_to_the_character(text: str) -> None:
     assert said(written(reader_for("hermes", ""), [text])) == said(written(Reader(), [text])) == (text, "", [])
-
-
-def test_no_more_calls_are_reported_than_may_be() -> None:
-    pieces = [f"<tool_call>{CALL}</tool_call>" * 3]
-    assert len(written(reader_for("hermes", "", most=1), pieces).calls) == 1
-    ids = {call.id for call in written(reader_for("hermes", ""), pieces).calls}
-    assert len(ids) == 3 and all(re.fullmatch("[a-z0-9]{9}", one) for one in ids)  # templates of Mistral take no others
 
 
 TEMPLATES = {
@@ -227,6 +213,7 @@ def test_calls_and_reasoning_reach_the_client(client: openai.OpenAI, writes: Any
         writes(text)
         message, reason = asked(client, **more)
         calls = [("function", "weather", city) for city in cities]
+        assert all(re.fullmatch("[a-z0-9]{9}", call.id) for call in message.tool_calls or ())  # as templates of Mistral take
         found = [(kind, name, json.loads(given)["city"]) for kind, name, given in meant(message)[2]]
         assert (message.content, meant(message)[1], found, reason) == (content, reasoning, calls, ended)
 
@@ -510,19 +497,13 @@ def test_messages_that_the_template_ignores_are_refused(role: str) -> None:
     assert rendered(CHATS, *chat) == f"user:a\n{role}:5\nuser:b\nassistant:"
 
 
-def with_added_markers(template: str) -> Any:
-    """A target whose markers are added tokens, but no control tokens, as Qwen's are."""
-    tokens = deepcopy(tokenizer("byte-level BPE"))
-    markers = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
-    tokens.add_tokens([AddedToken(name, special=False, normalized=False) for name in markers])
-    tokens.chat_template = template
-    return fitting(tokens, "Llama", 0, dtype=torch.float32, window=WIDE), tokens
-
-
 def test_markers_that_are_added_tokens_are_no_text_for_grammars() -> None:
     """Found by a hostile trial: the grammar forbade the id of the marker that it wanted, and requests were refused."""
-    lm, tokens = with_added_markers("{{ messages[0].content }}{{ tools | length if tools else '' }}{# <tool_call> <think> #}")
-    xt = XTokAssisted((lm, tokens), PromptLookup())
+    tokens = deepcopy(tokenizer("byte-level BPE"))
+    markers = ["<think>", "</think>", "<tool_call>", "</tool_call>"]  # no control tokens, as Qwen's
+    tokens.add_tokens([AddedToken(name, special=False, normalized=False) for name in markers])
+    tokens.chat_template = "{{ messages[0].content }}{{ tools | length if tools else '' }}{# <tool_call> <think> #}"
+    xt = XTokAssisted((fitting(tokens, "Llama", 0, dtype=torch.float32, window=WIDE), tokens), PromptLookup())
     call, marks = f"<tool_call>\n{CALL}\n</tool_call>".replace("京都", "a"), ("<think>", "</think>", "<tool_call>")
     chat: Any = {"messages": [{"role": "user", "content": "a <tool_call>"}], "tools": TOOLS[:1]}
     for more, others in (({"tool_choice": "required"}, []), (HELD, ['<think>b</think>{"n": 7}', '{"n": 7}'])):
@@ -534,16 +515,3 @@ def test_markers_that_are_added_tokens_are_no_text_for_grammars() -> None:
             assert all(one.consume_token(token) for token in ids) and one.is_accepting(), text
     with serving(xt) as running:
         assert running.ask("chat/completions", **chat, tool_choice="required", max_tokens=9).status_code == 200
-
-
-def test_reasoning_tokens_are_those_between_the_marks() -> None:
-    lm, tokens = with_added_markers("{{ messages[0].content }}{# <think> #}")
-    text = "<think>\n" + "猫が " * 7 + "\n</think>\n\nはい"
-    ids = tokens(text, add_special_tokens=False).input_ids
-    first, last = ids.index(tokens.convert_tokens_to_ids("<think>")), ids.index(tokens.convert_tokens_to_ids("</think>"))
-    body = read(Chat, {"messages": [{"role": "user", "content": "a"}]})
-    (one,) = submissions_of(body, XTokAssisted((lm, tokens)), Limits())
-    assert one.follower is not None
-    for end in range(1, len(ids) + 1):
-        one.follower(torch.tensor([[*one.prompt.ids, *ids[:end]]]), None)
-    assert last - first - 6 <= one.follower.reasoning_tokens <= last - first - 1  # without blanks, and half characters

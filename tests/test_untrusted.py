@@ -19,7 +19,6 @@ import torch
 from front_door import BYTES, OTHER, PROMPT, TARGET, TEMPLATE, TOKENS, with_template
 from hypothesis import example, given
 from hypothesis import strategies as st
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from worlds import TREE_3, examples, texts
 
@@ -248,18 +247,6 @@ def test_heads_that_say_what_makes_no_sense_or_are_no_file_are_refused(tmp_path:
     for file in (5, None, b"heads", "\0", "\ud800", "", ".", "no/such/file"):
         with pytest.raises(InvalidInputError):
             HeadsDrafter(file)
-
-
-@pytest.mark.filterwarnings("ignore::xtok.errors.DraftFailedWarning")
-def test_heads_that_say_nonsense_change_no_text(heads: Path) -> None:
-    with safe_open(heads, framework="pt") as kept:
-        known = kept.metadata()
-    kinds = load_file(heads).items()  # matrices in int8, and their scales
-    for value in (math.nan, math.inf, 6e4):
-        tensors = {name: torch.full_like(one, value if one.is_floating_point() else 1) for name, one in kinds}
-        save_file(tensors, heads, metadata=known)
-        xt = XTokAssisted((TARGET, TOKENS), HeadsDrafter(heads), budget=TREE_3)
-        assert xt.generate(PROMPT, **GREEDY).token_ids == EXPECTED
 
 
 # anything at all
