@@ -25,7 +25,7 @@ from xtok.serving.http.processors import Picked
 from xtok.serving.http.protocol import Chat, Completion, RequestError
 from xtok.serving.http.reading import Part, Written
 from xtok.serving.http.requests import Submission, submissions_of
-from xtok.serving.http.service import LATER, Service, full
+from xtok.serving.http.service import LATER, Service
 from xtok.serving.ticket import Ticket
 
 
@@ -58,7 +58,6 @@ class Answer(ABC):
         self.ended: dict[int, Generation] = {}
         self.trace: dict[str, Any] | None = None
         self.read = sum(len(one.prompt.ids) for one in submissions[:: body.n or 1])
-        self._sent = [0] * len(submissions)
         self._first: float | None = None
         self._last: float | None = None
         self.context.log |= {"texts": len(submissions), "stream": bool(body.stream), "prompt_tokens": self.read}
@@ -120,21 +119,12 @@ class Answer(ABC):
                 changed.clear()
                 for choice, ticket in list(waiting.items()):
                     ended = ticket.done
-                    if (new := self._new(choice, ticket))[0]:
+                    if (new := self.submissions[choice].follower.new())[0]:
                         self._begin()
                         yield self._add(choice, *new)
                     if ended:
                         await self._end(choice, waiting.pop(choice).result())
-                        follower = self.submissions[choice].follower
-                        yield self._add(choice, *([], []) if follower is None else follower.end(), ended=True)
-
-    def _new(self, choice: int, ticket: Ticket) -> tuple[list[Part], list[Picked]]:
-        """The parts of a text that came since the last call, and the ids that were picked for them."""
-        if (follower := self.submissions[choice].follower) is not None:
-            return follower.new()
-        pieces = ticket.pieces(self._sent[choice])
-        self._sent[choice] += len(pieces)
-        return [Part("content", "".join(pieces))] if pieces else [], []
+                        yield self._add(choice, *self.submissions[choice].follower.end(), ended=True)
 
     def _add(self, choice: int, parts: list[Part], picked: list[Picked], *, ended: bool = False) -> Event:
         for part in parts:
@@ -252,7 +242,8 @@ def _submit(engine: Engine, submissions: Sequence[Submission], tickets: list[Tic
         for one in submissions:
             tickets.append(engine.submit(one.prompt, **one.arguments))  # noqa: PERF401  (it may stop in between)
     except EngineFullError as error:
-        raise full(error) from error
+        code = "rate_limit_exceeded"
+        raise RequestError(str(error), status=429, kind="rate_limit_error", code=code, headers=LATER) from error
     except EngineClosedError as error:
         raise RequestError("The server is stopping.", status=503, kind="server_error", headers=LATER) from error
     except ValueError as error:

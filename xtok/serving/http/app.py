@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
 from fastapi.staticfiles import StaticFiles
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -17,7 +17,7 @@ from xtok.models.cache import context_window
 from xtok.results.page import TINTS, VIEW
 from xtok.serving.http.answers import answered
 from xtok.serving.http.completions import Choices
-from xtok.serving.http.middleware import authenticated, body_of, context_of, error_response, log_refusal, logged
+from xtok.serving.http.middleware import body_of, check_key, context_of, error_response, log_refusal, logged
 from xtok.serving.http.protocol import Chat, Completion, RequestError, fields_of, read
 from xtok.serving.http.responses import Responses, respond
 from xtok.serving.http.service import Service
@@ -31,16 +31,21 @@ _CLIENT_CLOSED_REQUEST = 499
 
 def app_of(service: Service, *, key: str | None = None, origins: Sequence[str] = ()) -> FastAPI:
     """An ASGI application. `key`: the API key of `/v1`. `origins`: other sites whose pages may send requests (CORS)."""
+
+    async def authenticate(request: Request) -> None:
+        if key is not None:
+            check_key(request, key)
+
     app = FastAPI(title="xtok", docs_url=None, redoc_url=None, openapi_url=None)
+    api = APIRouter(prefix="/v1", dependencies=[Depends(authenticate)])
     _add_errors(app, service)
+    _add_models(api, service)
+    _add(api, service, "/completions", partial(read, Completion), partial(answered, Choices))
+    _add(api, service, "/chat/completions", partial(read, Chat), partial(answered, Choices))
+    _add(api, service, "/responses", partial(fields_of, Responses), respond)
+    app.include_router(api)
     _add_operations(app, service)
-    _add_models(app, service)
-    _add(app, service, "/v1/completions", partial(read, Completion), partial(answered, Choices))
-    _add(app, service, "/v1/chat/completions", partial(read, Chat), partial(answered, Choices))
-    _add(app, service, "/v1/responses", partial(fields_of, Responses), respond)
-    _add_page(app, service)
-    if key is not None:
-        app.add_middleware(authenticated, key=key)
+    _add_page(app)
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(logged)
@@ -75,19 +80,28 @@ def _add_operations(app: FastAPI, service: Service) -> None:
         return Response(generate_latest(service.metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
-def _add_models(app: FastAPI, service: Service) -> None:
+def _add_models(api: APIRouter, service: Service) -> None:
     served = {"id": service.name, "object": "model", "created": service.created, "owned_by": "xtok"}
 
-    @app.get("/v1/models")
+    @api.get("/models")
     async def models() -> Response:
         service.ready()
         return JSONResponse({"object": "list", "data": [served]})
 
-    @app.get("/v1/models/{name:path}")
+    @api.get("/models/{name:path}")
     async def model(name: str) -> Response:
         service.ready()
         _check_model(service, name)
         return JSONResponse(served)
+
+    @api.get("/page")
+    async def about() -> Response:
+        """What the page needs to know. `tokens`: how many new ones a text may have."""
+        xt, _ = service.ready()
+        window, chats = context_window(xt.model), bool(xt.tokenizer.chat_template)
+        tokens = service.limits.tokens if window is None else min(service.limits.tokens, window)
+        known = {"model": service.name, "drafts": list(xt.names), "tokens": tokens, "chats": chats}
+        return JSONResponse({**known, "prompts": list(service.prompts)})
 
 
 def _check_model(service: Service, name: str | None) -> None:
@@ -97,10 +111,10 @@ def _check_model(service: Service, name: str | None) -> None:
         raise RequestError(message, "model", status=404, code="model_not_found")
 
 
-def _add(app: FastAPI, service: Service, path: str, parse: Callable[[bytes], Any], answer: Callable[..., Any]) -> None:
+def _add(api: APIRouter, service: Service, path: str, parse: Callable[[bytes], Any], answer: Callable[..., Any]) -> None:
     """Adds a route. A body is parsed and checked, and then `answer` makes the response."""
 
-    @app.post(path)
+    @api.post(path)
     async def answered(request: Request) -> Any:
         service.ready()
         body = parse(await body_of(request, service.limits.body))
@@ -108,16 +122,7 @@ def _add(app: FastAPI, service: Service, path: str, parse: Callable[[bytes], Any
         return await answer(service, request, body)
 
 
-def _add_page(app: FastAPI, service: Service) -> None:
-    @app.get("/v1/page")
-    async def about() -> Response:
-        """What the page needs to know. `tokens`: how many new ones a text may have."""
-        xt, _ = service.ready()
-        window, chats = context_window(xt.model), bool(xt.tokenizer.chat_template)
-        tokens = service.limits.tokens if window is None else min(service.limits.tokens, window)
-        served = {"model": service.name, "drafts": list(xt.names), "tokens": tokens, "chats": chats}
-        return JSONResponse({**served, "prompts": list(service.prompts)})
-
+def _add_page(app: FastAPI) -> None:
     @app.get("/")
     async def index() -> Response:
         return FileResponse(_PAGE / "index.html", headers={"Content-Security-Policy": _POLICY, **_FRESH})

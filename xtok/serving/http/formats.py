@@ -173,13 +173,9 @@ def ending_of(xt: XTokAssisted, ids: Sequence[int]) -> str:
 
 def follower_of(
     body: Completion | Chat, known: Format, xt: XTokAssisted, ids: Sequence[int], record: Record | None, start: int = 0
-) -> Follower | None:
-    """What reads one text while its ids are committed; None if all of it is content. `ids`: the prompt's. `record`, `start`: as
-    for `Follower`.
-    """
+) -> Follower:
+    """What reads one text while its ids are committed. `ids`: the prompt's. `record`, `start`: as for `Follower`."""
     template, stops = known.template(bool(body.functions)), body.stops
-    if template is None and not stops and record is None:
-        return None
     prompt = str(xt.tokenizer.decode(ids)) if known.own is not None else ending_of(xt, ids)
     tools, most = (body.tools or (), 1 if body.calls_once else None) if isinstance(body, Chat) else ((), None)
     reader = Reader(template, known.prefix(prompt), tools, most, stops)

@@ -1,4 +1,4 @@
-"""ASGI middleware for every request: the API key, the request's id, and its line in the log; also bodies and disconnects."""
+"""What every request has: its id, and its line in the log, by ASGI middleware; the API key, its body, and disconnects."""
 
 import asyncio
 import json
@@ -109,19 +109,11 @@ def logged(app: ASGIApp) -> ASGIApp:
     return wrapped
 
 
-def authenticated(app: ASGIApp, key: str) -> ASGIApp:
-    """Refuses requests to `/v1` without the key, which is compared in constant time."""
-    wanted = f"Bearer {key}".encode()
-    message, headers = "Give this server's API key, as Authorization: Bearer KEY.", {"WWW-Authenticate": "Bearer"}
-    refusal = error_response(RequestError(message, status=401, code="invalid_api_key", headers=headers))
-
-    async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
-        is_guarded = scope["type"] == "http" and scope["path"].startswith("/v1")
-        given = Headers(scope=scope).get("authorization", "") if is_guarded else ""
-        known = not is_guarded or compare_digest(given.encode("latin-1"), wanted)
-        await (app if known else refusal)(scope, receive, send)
-
-    return wrapped
+def check_key(request: Request, key: str) -> None:
+    """Raises `RequestError` for a request without the key, which is compared in constant time."""
+    if not compare_digest(request.headers.get("authorization", "").encode("latin-1"), f"Bearer {key}".encode()):
+        message, headers = "Give this server's API key, as Authorization: Bearer KEY.", {"WWW-Authenticate": "Bearer"}
+        raise RequestError(message, status=401, code="invalid_api_key", headers=headers)
 
 
 async def body_of(request: Request, most: int) -> bytes:

@@ -37,14 +37,14 @@ class Echo(NamedTuple):
 
 @dataclass(frozen=True)
 class Submission:
-    """One sequence to generate. `arguments`: for `Engine.submit`, for this sequence alone. `follower`: reads its text; None if
-    all is content. `echo`: the prompt, if its text is to begin with that.
+    """One sequence to generate. `arguments`: for `Engine.submit`, for this sequence alone. `follower`: reads its text. `echo`:
+    the prompt, if its text is to begin with that.
     """
 
     prompt: KnownPrompt
     arguments: dict[str, Any]
-    follower: Follower | None = None
-    echo: Echo | None = None
+    follower: Follower
+    echo: Echo | None
 
 
 def submissions_of(body: Completion | Chat, xt: XTokAssisted, limits: Limits, parsers: Parsers = AUTO) -> list[Submission]:
@@ -70,8 +70,7 @@ def submissions_of(body: Completion | Chat, xt: XTokAssisted, limits: Limits, pa
             if body.seed not in (None, -1) and body.temperature != 0:  # a greedy text is the same for any seed
                 arguments["seed"] = (body.seed + number) % 2**64
             follower = follower_of(body, known, xt, ids, record, len(echo.text) if echo else 0)
-            if follower is not None:
-                arguments["stopping_criteria"] = StoppingCriteriaList([follower])
+            arguments["stopping_criteria"] = StoppingCriteriaList([follower])
             found.append(Submission(prompt, arguments, follower, echo))
     return found
 

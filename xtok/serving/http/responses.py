@@ -251,12 +251,12 @@ class Output(Answer):
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
 
     def _usage(self) -> dict[str, Any]:
-        counts, follower = self.usage(), self.submissions[0].follower
+        counts = self.usage()
         return {
             "input_tokens": counts["prompt_tokens"],
             "input_tokens_details": {**counts["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": counts["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0 if follower is None else follower.reasoning_tokens},
+            "output_tokens_details": {"reasoning_tokens": self.submissions[0].follower.reasoning_tokens},
             "total_tokens": counts["total_tokens"],
         }
 

@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from time import time
 
 from anyio import CapacityLimiter
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from xtok.assisted import XTokAssisted
-from xtok.errors import EngineFullError
 from xtok.results.generation import Generation
 from xtok.serving.engine import Engine, EngineStats
 from xtok.serving.http.formats import Parsers
@@ -36,23 +35,20 @@ class Metrics:
         ):
             gauge = Gauge(f"xtok_{name}", help_text, registry=self.registry)
             gauge.set_function(lambda figure=figure: getattr(stats(), figure, 0))  # type: ignore[misc]
-        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
-        self._queries = self._counter("prefix_cache_queries", "Tokens of prompts that were looked up in the prefix cache.")
-        self._hits = self._counter("prefix_cache_hits", "Tokens of prompts that were found in the prefix cache.")
-        self._generated = self._counter("generation_tokens", "New tokens.")
-        self.ended = self._counter("request_success", "Texts by what ended them.", "finished_reason")
-        self.time_to_first_token = self._histogram("time_to_first_token_seconds", "Seconds until the first text.", _LONG)
-        self._each = self._histogram("request_time_per_output_token_seconds", "Seconds per token after the first.", _SHORT)
-        self._whole = self._histogram("e2e_request_latency_seconds", "Seconds from a request to the end of its texts.", _LONG)
-        self._drafts = self._counter("spec_decode_num_drafts", "Rounds in which a draft guessed.", "draft")
-        self._guessed = self._counter("spec_decode_num_draft_tokens", "Tokens that a draft guessed.", "draft")
-        self._accepted = self._counter("spec_decode_num_accepted_tokens", "Guessed tokens that were accepted.", "draft")
-
-    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
-        return Counter(f"xtok_{name}", help_text, labels, registry=self.registry)
-
-    def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"xtok_{name}", help_text, buckets=buckets, registry=self.registry)
+        counter = partial(Counter, namespace="xtok", registry=self.registry)
+        histogram = partial(Histogram, namespace="xtok", registry=self.registry)
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
+        self._queries = counter("prefix_cache_queries", "Tokens of prompts that were looked up in the prefix cache.")
+        self._hits = counter("prefix_cache_hits", "Tokens of prompts that were found in the prefix cache.")
+        self._generated = counter("generation_tokens", "New tokens.")
+        self.ended = counter("request_success", "Texts by what ended them.", ["finished_reason"])
+        self.time_to_first_token = histogram("time_to_first_token_seconds", "Seconds until the first text.", buckets=_LONG)
+        self._each = histogram("request_time_per_output_token_seconds", "Seconds per token after the first.", buckets=_SHORT)
+        whole = "Seconds from a request to the end of its texts."
+        self._whole = histogram("e2e_request_latency_seconds", whole, buckets=_LONG)
+        self._drafts = counter("spec_decode_num_drafts", "Rounds in which a draft guessed.", ["draft"])
+        self._guessed = counter("spec_decode_num_draft_tokens", "Tokens that a draft guessed.", ["draft"])
+        self._accepted = counter("spec_decode_num_accepted_tokens", "Guessed tokens that were accepted.", ["draft"])
 
     def ends(self, text: Generation, read: int) -> None:
         """Count a text that has ended. `read`: how many tokens its prompt has."""
@@ -110,7 +106,3 @@ class Service:
             message = broken if state == "broken" else "The models are being loaded."
             raise RequestError(message, status=503, kind="server_error", code=state, headers=LATER)
         return self.xt, self.engine
-
-
-def full(error: EngineFullError) -> RequestError:
-    return RequestError(str(error), status=429, kind="rate_limit_error", code="rate_limit_exceeded", headers=LATER)
