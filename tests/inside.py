@@ -47,7 +47,7 @@ def positions_of(engine: Any) -> int:
 
 def agreed_by(shapes: Any) -> dict[tuple[int, int, int, int], bool]:
     """Which fixed shapes were tried, and which of them agreed."""
-    return shapes._known.agreed
+    return shapes._trials.agreed
 
 
 def tables_of(recycling: Any) -> Any:

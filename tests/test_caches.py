@@ -36,10 +36,9 @@ from xtok.drafts.reader import Reader
 from xtok.errors import UnsupportedArgumentError, UnsupportedModelError
 from xtok.models.cache import CACHE, context_window, new_cache
 from xtok.models.cached_model import CachedModel
-from xtok.models.continues import check_continues
+from xtok.models.capabilities import check_usable, traits
 from xtok.models.forwards import Answer, ForwardRequest, Slot, run_forwards
 from xtok.models.load import draft_model, target_model
-from xtok.models.probe import traits
 from xtok.models.recurrent import cached_model
 from xtok.models.runner import renewed
 from xtok.models.shared_cache import SharedCache
@@ -350,7 +349,7 @@ def test_a_model_that_cant_check_guesses_is_refused_by_name(name: str, reason: s
 def test_what_a_cache_keeps_beside_its_layers_is_found_out() -> None:
     """Found with transformers 5.20: what Qwen4 kept there wasn't taken back, and after wrong guesses it picked other ids."""
     lm = deepcopy(model("Llama", VOCABULARY, 0, torch.float64))
-    check_continues(lm, "target")
+    check_usable(lm, "target")
 
     def keeps(_: Any, args: Any, kwargs: Any) -> None:
         kwargs[CACHE].position_ids = torch.arange(9)
@@ -358,12 +357,12 @@ def test_what_a_cache_keeps_beside_its_layers_is_found_out() -> None:
     other = deepcopy(lm)
     other.register_forward_pre_hook(keeps, with_kwargs=True)
     with pytest.raises(UnsupportedModelError, match="The cache of LlamaForCausalLM can't be rolled back"):
-        check_continues(other, "target")
+        check_usable(other, "target")
 
 
 def test_a_model_whose_layers_are_replaced_is_tried_again() -> None:
     lm = deepcopy(model("Llama", VOCABULARY, 0, torch.float32))
-    check_continues(lm, "target")
+    check_usable(lm, "target")
 
     class LooksAhead(torch.nn.Embedding):
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -373,7 +372,7 @@ def test_a_model_whose_layers_are_replaced_is_tried_again() -> None:
     lm.model.embed_tokens = LooksAhead(*lm.model.embed_tokens.weight.shape)
     renewed(lm)
     with pytest.raises(UnsupportedModelError, match="isn't causal"):
-        check_continues(lm, "target")
+        check_usable(lm, "target")
 
 
 @pytest.mark.parametrize("value", [-torch.inf, torch.finfo(torch.float32).min])
@@ -386,7 +385,7 @@ def test_ids_that_a_model_masks_widen_no_tolerance(value: float) -> None:
 
     masked.lm_head.register_forward_hook(mask)
     for one in (plain, masked):
-        check_continues(one, "target")
+        check_usable(one, "target")
     assert 0 < traits(masked).tolerance(half=False) <= traits(plain).tolerance(half=False)
 
     def looks_ahead(_: Any, inputs: Any, states: Any) -> Any:
@@ -395,4 +394,4 @@ def test_ids_that_a_model_masks_widen_no_tolerance(value: float) -> None:
     other = deepcopy(masked)
     other.model.embed_tokens.register_forward_hook(looks_ahead)
     with pytest.raises(UnsupportedModelError, match="isn't causal"):
-        check_continues(other, "target")
+        check_usable(other, "target")

@@ -49,7 +49,7 @@ from xtok.errors import (
     UnsupportedArgumentError,
     UnsupportedModelError,
 )
-from xtok.models.probe import traits
+from xtok.models.capabilities import traits
 
 # what fails, and what is cancelled
 

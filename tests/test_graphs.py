@@ -1,6 +1,5 @@
 """Forwards that are captured and replayed: with what a replay may not do on a GPU, on the CPU."""
 
-from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -18,8 +17,8 @@ from worlds import ARCHITECTURES, examples, fitting, make_target_expensive, mode
 import xtok.models.graphs
 from xtok import Budget, Engine, XTokAssisted
 from xtok.errors import UnsupportedModelError
+from xtok.models.capabilities import traits
 from xtok.models.graphs import Graph, Graphs, Inputs, Run
-from xtok.models.probe import traits
 from xtok.models.runner import runs_more
 from xtok.models.shared_cache import SharedCache
 
@@ -174,59 +173,33 @@ def test_a_graph_that_gives_other_bits_is_not_used(replays: list[int], monkeypat
     assert len(replays) == 1
 
 
-def changed_dtype(lm: Any) -> None:
-    lm.to(torch.float32)
-
-
-def changed_weights(lm: Any) -> None:
-    lm.get_output_embeddings().weight = torch.nn.Parameter(lm.get_output_embeddings().weight.flip(0))
-
-
-def changed_attention(lm: Any) -> None:
-    lm.set_attn_implementation("eager")
-
-
-CHANGES = [changed_dtype, changed_weights, changed_attention]
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_model_that_was_changed_between_calls_computes_as_it_does_now(
-    replays: list[int], change: Callable[[Any], None]
-) -> None:
-    lm = deepcopy(fitting(TOKENS, "Llama", 3))
+def test_a_model_that_was_changed_computes_as_it_does_now(replays: list[int]) -> None:
+    """Between calls, and in an engine when nothing runs."""
+    lm: Any = deepcopy(fitting(TOKENS, "Llama", 3))
     xt = XTokAssisted((lm, TOKENS))
-    for _ in range(2):
-        xt.generate(PROMPT, **GREEDY)
-    change(lm)
-    plain = XTokAssisted((lm, TOKENS), compile=False)
-    assert xt.generate(PROMPT, **GREEDY).token_ids == plain.generate(PROMPT, **GREEDY).token_ids
-
-
-@pytest.mark.parametrize("change", CHANGES[:2])
-def test_an_engine_looks_at_its_models_anew_when_nothing_runs(replays: list[int], change: Callable[[Any], None]) -> None:
-    lm = deepcopy(fitting(TOKENS, "Llama", 3))
-    with Engine(XTokAssisted((lm, TOKENS))) as engine:
-        for _ in range(2):
-            engine.submit(PROMPT, **GREEDY).result()
-        change(lm)
-        plain = XTokAssisted((lm, TOKENS), compile=False)
-        assert engine.submit(PROMPT, **GREEDY).result().token_ids == plain.generate(PROMPT, **GREEDY).token_ids
+    with Engine(xt) as engine:
+        for change in (
+            lambda: lm.float(),
+            lambda: setattr(lm.lm_head, "weight", torch.nn.Parameter(lm.lm_head.weight.flip(0))),
+        ):
+            for _ in range(2):
+                xt.generate(PROMPT, **GREEDY)
+                engine.submit(PROMPT, **GREEDY).result()
+            change()
+            wanted = XTokAssisted((lm, TOKENS), compile=False).generate(PROMPT, **GREEDY).token_ids
+            assert xt.generate(PROMPT, **GREEDY).token_ids == wanted
+            assert engine.submit(PROMPT, **GREEDY).result().token_ids == wanted
     assert replays
 
 
 def test_hooks_that_collect_hidden_states_dont_keep_a_model_from_being_captured() -> None:
     """Found by review: transformers leaves them behind."""
-    lm = deepcopy(fitting(TOKENS, "Llama", 3))
+    lm, compiled = (deepcopy(fitting(TOKENS, "Llama", 3)) for _ in range(2))
     lm(torch.tensor([[1, 2]]), output_hidden_states=True)
     assert not any(map(runs_more, lm.modules()))
     lm.get_output_embeddings().register_forward_pre_hook(lambda *_: None)
-    assert any(map(runs_more, lm.modules()))
-
-
-def test_a_compiled_model_is_left_as_it_is() -> None:
-    lm = deepcopy(fitting(TOKENS, "Llama", 3))
-    lm.compile()
-    assert any(map(runs_more, lm.modules()))
+    compiled.compile()
+    assert all(any(map(runs_more, one.modules())) for one in (lm, compiled))
 
 
 def test_replays_are_reported(replays: list[int]) -> None:
@@ -237,21 +210,14 @@ def test_replays_are_reported(replays: list[int]) -> None:
     assert XTokAssisted((TARGET, TOKENS), compile=False).generate(PROMPT, **GREEDY).stats.target_replays == 0
 
 
-def test_under_autocast_nothing_is_captured_and_no_cache_is_shared_with_other_calls(replays: list[int]) -> None:
+def test_the_callers_modes_leave_ids_and_graphs_as_they_are(replays: list[int]) -> None:
+    """Under autocast nothing is captured, and no cache is shared with other calls; inference mode changes nothing."""
     xt = XTokAssisted((TARGET, TOKENS))
     wanted = XTokAssisted((TARGET, TOKENS), compile=False).generate(PROMPT, **GREEDY).token_ids
     for _ in range(2):
         with torch.autocast("cpu", torch.bfloat16):
             xt.generate(PROMPT, **GREEDY)
     assert not replays
-    for _ in range(2):
-        assert xt.generate(PROMPT, **GREEDY).token_ids == wanted
-    assert replays
-
-
-def test_what_is_captured_in_inference_mode_is_replayed_outside_of_it(replays: list[int]) -> None:
-    xt = XTokAssisted((TARGET, TOKENS))
-    wanted = XTokAssisted((TARGET, TOKENS), compile=False).generate(PROMPT, **GREEDY).token_ids
     with torch.inference_mode():
         assert [xt.generate(PROMPT, **GREEDY).token_ids for _ in range(2)] == [wanted, wanted]
     before = len(replays)

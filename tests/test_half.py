@@ -18,7 +18,7 @@ from worlds import CHAIN, deep, fitting, whole_generations
 from xtok import PromptLookup, XTokAssisted
 from xtok.errors import UnstableWarning
 from xtok.models.cache import CACHE
-from xtok.models.probe import traits
+from xtok.models.capabilities import traits
 from xtok.models.prompts import prompt_ids
 
 QUICK = [("mixtral", "bfloat16", "greedy"), ("bloom", "float16", "penalty"), ("qwen3_next", "bfloat16", "cut")]

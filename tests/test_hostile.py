@@ -24,7 +24,7 @@ from servers import Server, data_of, held_to, serving, together, wait_for
 from worlds import CORPUS, fitting
 
 from xtok import Budget, PromptLookup, Ticket, XTokAssisted
-from xtok.models.probe import traits
+from xtok.models.capabilities import traits
 from xtok.serving.http.protocol import Limits
 
 REQUESTS = int(os.environ.get("XTOK_HOSTILE_REQUESTS", "800"))

@@ -19,7 +19,7 @@ from worlds import deep
 from xtok import Budget, Context, XTokAssisted
 from xtok.errors import UnsupportedModelError
 from xtok.models.cache import CACHE, new_cache
-from xtok.models.continues import check_continues
+from xtok.models.capabilities import check_usable
 from xtok.models.prompts import prompt_ids
 from xtok.models.recurrent import lift_step_limits, without_step_limits
 
@@ -128,20 +128,20 @@ def test_another_formula_for_several_ids_is_refused_in_any_precision(name: str, 
         with pytest.raises(
             UnsupportedModelError, match=r"keeps no cache after which several ids|NaN or infinite|forwarded after its own cache"
         ):
-            check_continues(half(name, seed, dtype), "target")
+            check_usable(half(name, seed, dtype), "target")
 
 
 @pytest.mark.parametrize("name", [*MAMBA2, *OTHERS])
 def test_one_formula_for_all_is_taken_in_half_precision(name: str) -> None:
     for seed in range(3):
-        check_continues(half(name, seed, torch.bfloat16), "target")
+        check_usable(half(name, seed, torch.bfloat16), "target")
 
 
 def test_a_model_in_half_precision_is_judged_in_single_precision_and_stays_as_it_is() -> None:
     lm: Any = half("nemotron_h", 0, torch.bfloat16)
     kept, weights, seen = [dict(vars(module)) for module in lm.modules()], list(lm.parameters()), list[torch.dtype]()
     lm.model.register_forward_hook(lambda _, inputs, output: seen.append(output.last_hidden_state.dtype))
-    check_continues(lm, "target")
+    check_usable(lm, "target")
     assert seen == [torch.bfloat16, *[torch.float32] * 8], "as it is; as a whole, one by one and in rounds"
     assert lm.dtype == torch.bfloat16 and all(map(is_, lm.parameters(), weights))
     assert all(map(is_, vars(module).values(), values.values()) for module, values in zip(lm.modules(), kept, strict=True))

@@ -21,9 +21,9 @@ from worlds import TREE, budgets, examples, fitting, model_of, quick, whole_gene
 
 from xtok import Budget, Engine, HeadsDrafter, Ticket, XTokAssisted
 from xtok.errors import InvalidInputError, UnstableWarning
+from xtok.models.capabilities import traits
 from xtok.models.keeping import KeepingCache
 from xtok.models.prefixes import common, usable
-from xtok.models.probe import traits
 
 BEGINNINGS = [list(range(5, 5 + size)) for size in (1, 3, 40, 300)]
 ids_lists = st.builds(

@@ -20,37 +20,32 @@ from hypothesis import strategies as st
 from scripted import ScriptedDrafter
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, QuantoConfig, TorchAoConfig
-from worlds import alone, deep, mostly_deep
+from worlds import alone, deep, mostly_deep, quick
 
 from xtok import Budget, Context, Tree, XTokAssisted
 from xtok.drafts.tree import Trie
 from xtok.errors import UnsupportedModelError
-from xtok.models import quantized
-from xtok.models.probe import traits
+from xtok.models.capabilities import mixes, rounds, traits
 from xtok.pair import TARGET, prompts
 
 TABLE = Path(__file__).parents[1] / "docs" / "compatibility.md"
 BEGIN, END = "<!-- quantised: begin -->\n", "<!-- quantised: end -->"
 HEAD = ["| format | library | what is quantised | as target | in float32 | as draft |", "|---|---|---|---|---|---|"]
-TEXTS = prompts()[:3]
-PLAIN: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 2}
+LAYERS, TEXTS = (3, prompts()[:1]) if quick() else (12, prompts()[:3])
+PLAIN: dict[str, Any] = {"max_new_tokens": 12 if quick() else 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 2}
 FOLLOWED = Budget(4, width=4, schedule="constant")
 TOKENS = AutoTokenizer.from_pretrained(TARGET)
 
 
-def with_outliers(model: Any) -> Any:
-    """A Llama some of whose activations are 20 times as large as the others, as those of large models are."""
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.input_layernorm.weight[::37] *= 20
-            layer.post_attention_layernorm.weight[::37] *= 20
-    return model
-
-
 @cache
+@torch.no_grad()
 def source() -> str:
-    folder = mkdtemp()
-    with_outliers(AutoModelForCausalLM.from_pretrained(TARGET)).save_pretrained(folder)
+    """A Llama some of whose activations are 20 times as large as the others, as those of large models are."""
+    folder, model = mkdtemp(), AutoModelForCausalLM.from_pretrained(TARGET, num_hidden_layers=LAYERS)
+    for layer in model.model.layers:
+        layer.input_layernorm.weight[::37] *= 20
+        layer.post_attention_layernorm.weight[::37] *= 20
+    model.save_pretrained(folder)
     return folder
 
 
@@ -169,8 +164,8 @@ FORMATS: dict[str, tuple[str, str, Callable[[torch.dtype], Any]]] = {
     "Q8_0": ("gguf", "weights, which transformers dequantises", gguf),
 }
 """Of each format: the library, what it quantises, and how a model with outliers is loaded in it."""
-QUICK = {"int8", "int8 weight-only"}
-"""One that is refused and one that is taken. The others are tried by the deep tests."""
+QUICK = {"int8 weight-only"}
+"""One that is taken; one that is refused has a test of its own. The others are tried by the deep tests."""
 
 
 def guesses(truths: dict[str, list[int]], seed: int) -> ScriptedDrafter:
@@ -296,9 +291,8 @@ def test_rows_are_found_to_depend_on_one_another_if_they_do(
     layer = Quantised(nn.Linear(*sizes, bias=bias), kind, bits).to(dtype)
     with torch.no_grad():
         like = torch.randn(1, 3, sizes[0], dtype=dtype)
-        assert quantized._mixes(layer, like) == (kind in MIXING)
-        rounds = kind != "weights" or dtype == torch.bfloat16
-        assert quantized._rounds(layer, like) == rounds
+        assert mixes(layer, like) == (kind in MIXING)
+        assert rounds(layer, like) == (kind != "weights" or dtype == torch.bfloat16)
 
 
 @pytest.mark.parametrize("kind", MIXING)
@@ -313,15 +307,15 @@ def test_targets_whose_rows_depend_on_one_another_are_refused_and_serve_as_draft
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, *deep(torch.bfloat16, torch.float16)])
 def test_int8_of_bitsandbytes_is_refused_in_each_precision_but_without_outliers(dtype: torch.dtype) -> None:
     """Found here: in float32 it was taken if the four ids that models are tried on had no outliers."""
     pytest.importorskip("bitsandbytes")
-    how = BitsAndBytesConfig(load_in_8bit=True)
-    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=dtype, device_map="cpu", quantization_config=how)
-    with pytest.raises(UnsupportedModelError, match=r"Linear8bitLt in .*llm_int8_threshold=0\.0"):
-        XTokAssisted((model, TOKENS))
-    assert quantized.quantization_of(int8(0.0)(dtype)).mixing is None
+    how = {"dtype": dtype, "device_map": "cpu", "quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
+    for place in (TARGET, source()):
+        with pytest.raises(UnsupportedModelError, match=r"Linear8bitLt in .*llm_int8_threshold=0\.0"):
+            XTokAssisted((AutoModelForCausalLM.from_pretrained(place, **how), TOKENS))
+    assert traits(int8(0.0)(dtype)).mixing is None
 
 
 @pytest.mark.parametrize(("kind", "found"), [*deep(("weights", "exact")), ("row", "as in half precision")])
@@ -341,10 +335,7 @@ def test_models_compute_in_half_precision_if_some_of_their_products_are(dtype: t
 
 def test_near_ties_of_a_model_that_rounds_its_activations_are_as_wide_as_in_half_precision() -> None:
     """Found here: they were those of float32, by its dtype, and picks that came out otherwise weren't among them."""
-    fine, coarse = loaded(torch.float32), quantised("row")
-    for model in (fine, coarse):
-        XTokAssisted((model, TOKENS), stable=False)
-    wide, narrow = (traits(model).tolerance(half=traits(model).computes_in_half) for model in (coarse, fine))
+    wide, narrow = (one.tolerance(half=one.computes_in_half) for one in map(traits, (quantised("row"), loaded(torch.float32))))
     assert wide > 100 * narrow > 0
 
 

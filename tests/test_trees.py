@@ -16,8 +16,8 @@ from xtok import Budget, Tree, XTokAssisted
 from xtok.drafts.growth import IdPath, grown
 from xtok.drafts.growth import tree_of as grown_tree
 from xtok.drafts.tree import CARRIED, Trie
+from xtok.models.capabilities import traits
 from xtok.models.forwards import Steps, run_lockstep
-from xtok.models.probe import traits
 
 SMALL = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "pad_token_id": 0}
 guesses = st.lists(st.tuples(st.lists(st.integers(0, 3), min_size=1, max_size=5), st.floats(0.01, 0.2)), min_size=1, max_size=5)

@@ -30,9 +30,9 @@ from xtok.drafts.base import Draft, Drafter
 from xtok.drafts.policy.settings import Budget
 from xtok.errors import InvalidInputError, UnsupportedArgumentError
 from xtok.models.cache import CACHE
+from xtok.models.capabilities import traits
 from xtok.models.load import Device, DeviceMap, Dtype, OneOrEach, Quantization, Source, Target
 from xtok.models.modes import current, within
-from xtok.models.probe import traits
 from xtok.models.prompts import KnownPrompt, Prompt, is_several
 from xtok.models.runner import have_changed, runner_of
 from xtok.results.generation import LAST, Generation, as_transformers, columns, finished

@@ -17,9 +17,9 @@ from xtok.drafts.lookup import PromptLookup
 from xtok.drafts.policy.settings import Budget, check_budget
 from xtok.drafts.recycling import TokenRecycling
 from xtok.errors import InvalidInputError, LossyWarning, UnsupportedArgumentError, UnsupportedModelError, XTokError, warn
+from xtok.models.capabilities import traits
 from xtok.models.graphs import captures, takes_graphs
 from xtok.models.load import DraftModel, Placement, Target, check_places, check_source, draft_model, placements, target_model
-from xtok.models.probe import traits
 from xtok.models.runner import forget, renewed
 from xtok.models.stable import StableShapes
 

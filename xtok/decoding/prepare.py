@@ -28,8 +28,8 @@ from xtok.decoding.setup import Setup
 from xtok.drafts.lookup import Prediction
 from xtok.errors import InvalidInputError, PromptWarning, UnsupportedArgumentError, warn
 from xtok.models.cache import CACHE
+from xtok.models.capabilities import traits
 from xtok.models.load import Target
-from xtok.models.probe import traits
 from xtok.models.prompts import is_several, read_prompt
 from xtok.models.stable import StableShapes
 from xtok.models.traits import Traits

@@ -6,11 +6,11 @@ from contextlib import contextmanager
 from transformers import PreTrainedModel
 
 from xtok.models.cache import new_cache
+from xtok.models.capabilities import traits
 from xtok.models.forwards import Slot
 from xtok.models.graphs import Graphs, takes_graphs
 from xtok.models.keeping import KeepingCache, KeepingSlot
 from xtok.models.modes import Modes
-from xtok.models.probe import traits
 from xtok.models.recurrent import cached_model
 from xtok.models.runner import runner_of
 from xtok.models.shapes import Shapes

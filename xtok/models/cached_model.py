@@ -53,7 +53,6 @@ class CachedModel(Slot):
         self._prompt = prompt
         self._lead = 0
         self._model: Any = running(model)
-        self._turn = isolated_rope(self._model)
         rows = {"logits_to_keep": 1} if supports_logits_to_keep(model) else {}
         self._inputs = {**rows, **(inputs or {}), "use_cache": True}
         self._recorded = 0
@@ -117,7 +116,7 @@ class CachedModel(Slot):
         """
         held = self._held
         inputs = {**self._inputs, CACHE: self.cache}
-        with self._turn():
+        with isolated_rope(self._model):
             outputs = self._model._prefill(ids, config, inputs)
         self._adopt(outputs)
         record_past(self.cache)
@@ -174,7 +173,7 @@ class CachedModel(Slot):
             inputs["logits_to_keep"] = rows
         if self._hidden_layers:
             inputs["output_hidden_states"] = True
-        with self._turn():
+        with isolated_rope(self._model):
             outputs = self._model(**inputs, return_dict=True)
         self._adopt(outputs)
         self.hidden = stacked(outputs, self._hidden_layers)[0] if self._hidden_layers else None

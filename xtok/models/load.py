@@ -20,12 +20,11 @@ from xtok.align.tokenbytes import TokenBytes, token_bytes
 from xtok.align.vocabulary import Vocabulary
 from xtok.errors import InvalidInputError, UnsupportedModelError, XTokError, reason
 from xtok.models.cache import active_parameters, context_window, end_ids, ids_read, vocabulary_size
-from xtok.models.continues import check_continues, check_rolls_back
+from xtok.models.capabilities import check_usable, traits
 from xtok.models.gguf import is_gguf, load_gguf, read_gguf, read_once, tokenizer_of
-from xtok.models.probe import traits
 from xtok.models.prompts import reading, special_ids
-from xtok.models.quantized import check_rows
 from xtok.models.runner import pack_in_place, renewed
+from xtok.models.traits import check_rolls_back
 
 T = TypeVar("T")
 OneOrEach: TypeAlias = T | tuple[T | None, T | None] | None
@@ -254,10 +253,7 @@ def _loaded(source: Any, role: str, place: Placement, beside: torch.device | Non
     check_rolls_back(model, role)
     view = token_bytes(tokenizer)
     _check_sizes(model, view, role)
-    if role == "target":
-        check_rows(model, role)
-    check_continues(model, role)
-    traits(model)  # tried here, and not in the first call
+    check_usable(model, role)
     ends = [getattr(tokenizer, "eos_token_id", None), *end_ids(model)]
     return model, Vocabulary(tokenizer, view, vocabulary_size(model), frozenset(end for end in ends if end is not None))
 
@@ -276,35 +272,26 @@ def _check_sizes(model: PreTrainedModel, view: TokenBytes, role: str) -> None:
 def _loading(source: str | PathLike[str], role: str, place: Placement = DEFAULT) -> Iterator[None]:
     """Turns errors of transformers, torch, safetensors and the network in the block into errors of xtok, with their text."""
     how = f" with {place}" if str(place) else ""
+    instead = f"load it with transformers and pass the pair (model, tokenizer) as {role}"
     try:
         yield
     except XTokError:
         raise
-    except ImportError as error:  # transformers' message says what to install
-        raise InvalidInputError(f"The {role} {source} can't be loaded{how}: {reason(error)}.") from error
-    except torch.OutOfMemoryError as error:
-        raise InvalidInputError(
-            f"The {role} {source} doesn't fit: {reason(error)}. Give another device (device='cpu'), a smaller dtype, or "
-            "device_map='auto'."
-        ) from error
     except Exception as error:  # broken files raise all kinds of errors
-        if isinstance(error, OSError) and not Path(source).exists():
-            raise InvalidInputError(
-                f"The {role} {source} is neither a local folder nor available from the Hub: {reason(error)}. Check the name "
-                "and the connection, or pass the path of a saved model."
-            ) from error
-        remedy = "Check these settings" if how else "Download or save it again"
-        if code := re.search(r"GLOBAL (\S+)", str(error)):  # as torch says that weights aren't only data
-            raise UnsupportedModelError(
-                f"The {role} {source} needs code to open its weights, namely {code[1]}, and xtok runs none. Save it in "
-                f"safetensors, or, if you trust it, load it with transformers and pass the pair (model, tokenizer) as {role}."
-            ) from error
-        if "trust_remote_code" in str(error):
-            remedy = "If you trust it"
-        raise InvalidInputError(
-            f"The {role} {source} can't be loaded{how}: {reason(error)}. {remedy}, or load it with transformers and pass the "
-            f"pair (model, tokenizer) as {role}."
-        ) from error
+        kind: type[XTokError] = InvalidInputError
+        if isinstance(error, torch.OutOfMemoryError):
+            why, remedy = "doesn't fit", "Give another device (device='cpu'), a smaller dtype, or device_map='auto'"
+        elif isinstance(error, OSError) and not Path(source).exists():
+            why = "is neither a local folder nor available from the Hub"
+            remedy = "Check the name and the connection, or pass the path of a saved model"
+        elif code := re.search(r"GLOBAL (\S+)", str(error)):  # as torch says that weights aren't only data
+            kind, why = UnsupportedModelError, f"needs code to open its weights, namely {code[1]}, and xtok runs none"
+            remedy = f"Save it in safetensors, or, if you trust it, {instead}"
+        else:
+            first = "Check these settings" if how else "Download or save it again"
+            first = "Install what is missing" if isinstance(error, ImportError) else first
+            why, remedy = f"can't be loaded{how}", f"{first}, or {instead}"
+        raise kind(f"The {role} {source} {why}: {reason(error)}. {remedy}.") from error
 
 
 def _checked(source: str | PathLike[str], role: str) -> Any:

@@ -1,7 +1,7 @@
 """Rotary embeddings that depend on a sequence's length: from which position on they do, and how sequences share a model."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from threading import RLock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -27,32 +27,25 @@ def _ropes(model: PreTrainedModel) -> list[Mapping[str, Any]]:
     return [rope for rope in (ropes, *ropes.values()) if isinstance(rope, Mapping) and rope.get("rope_type")]
 
 
-def isolated_rope(model: PreTrainedModel) -> Callable[[], AbstractContextManager[None]]:
-    """Returns, for one sequence, a context in which to forward `model` as if it never had another sequence.
+@contextmanager
+def isolated_rope(model: PreTrainedModel) -> Iterator[None]:
+    """A context in which to forward one sequence as if `model` never had another.
 
     Rotary embeddings keep the longest sequence (`dynamic`), or are set by each forward pass (`longrope`). So sequences take
-    turns, also with those of other threads. A sequence finds the embeddings as it left them, at first those of a new model;
-    outside the context, the model has the ones that it had before.
+    turns, also with those of other threads. A forward pass finds the embeddings of a new model, which then depend on its own
+    last position; outside the context, the model has the ones that it had before.
     """
     modules = _dynamic_modules(model)
     if not modules and longrope_boundary(model) is None:
-        return nullcontext
-    lock = _LOCKS.setdefault(model, RLock())
-    own: list[_State] = []
-
-    @contextmanager
-    def turn() -> Iterator[None]:
-        nonlocal own
-        with lock:
-            before = [_state(module) for module in modules]
-            _put(modules, own or [_fresh(module) for module in modules])
-            try:
-                yield
-            finally:
-                own = [_state(module) for module in modules]
-                _put(modules, before)
-
-    return turn
+        yield
+        return
+    with _LOCKS.setdefault(model, RLock()):
+        before = [_state(module) for module in modules]
+        _put(modules, [_fresh(module) for module in modules])
+        try:
+            yield
+        finally:
+            _put(modules, before)
 
 
 _State = dict[str, Any]

@@ -14,17 +14,17 @@ _LEAST, _MOST = 128, 4096
 
 
 class Shapes:
-    """The shapes that a model's forward passes are to have, so that an id's bits don't depend on what is forwarded with it."""
+    """The shapes that a model's forward passes are to have, so that an id's bits don't depend on what is forwarded with it.
+
+    `chunk`: how many ids of a prompt are forwarded at once.
+    """
+
+    chunk: int = CHUNK
 
     @property
     def tolerance(self) -> float:
         """The margin, in logits, that makes a pick sure after a node whose index isn't its depth, where bits may differ."""
         return 0.0
-
-    @property
-    def chunk(self) -> int:
-        """How many ids of a prompt are forwarded at once."""
-        return CHUNK
 
     def refresh(self) -> None:
         """Take note of what a caller may have changed since the last call."""

@@ -5,7 +5,6 @@ always has the same bits if all forward passes have shapes that gave the same bi
 positions that are read depends on the id's position alone.
 """
 
-from dataclasses import dataclass, field
 from math import ceil, inf, prod
 from threading import Lock, local
 from typing import Any
@@ -38,23 +37,6 @@ precision, a few of their bits differ.
 """
 
 
-@dataclass
-class _Known:
-    """What is known about a model with a number of threads and a choice of kernels.
-
-    `even`: whether a forward pass may have a single query of attention. `chunk`: how many ids of a prompt are read at once.
-    `fault`: why bits can't be fixed; None if they can. `agreed`: by (rows, ids per row, cache positions read, positions that
-    ids need), whether a forward pass of that shape gave the usual bits. `tolerance`: None until it is measured.
-    """
-
-    trials: Trials
-    even: bool
-    chunk: int
-    fault: XTokError | None = None
-    agreed: dict[tuple[int, int, int, int], bool] = field(default_factory=dict)
-    tolerance: float | None = None
-
-
 class StableShapes(Shapes):
     """The fixed shapes of a model's forward passes. They depend only on the model and on what chooses its kernels.
 
@@ -64,8 +46,10 @@ class StableShapes(Shapes):
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Raises `UnsupportedModelError` if even forward passes of one shape give different bits."""
-        self._model = model
-        self._found = dict[tuple[object, ...], _Known]()
+        self._model, self._device = model, device_of(model)
+        self._even = attention_of(model) == "sdpa"  # others get as few queries as there are
+        self.chunk = _CPU_CHUNK if self._device.type == "cpu" else CHUNK
+        self._found = dict[tuple[object, ...], Trials]()
         self._lock, self._thread = Lock(), local()
         _check_kind(model)
         self.check()
@@ -77,7 +61,7 @@ class StableShapes(Shapes):
         Forward passes then have the usual shape.
         """
         self.refresh()
-        if (fault := self._known.fault) is not None:
+        if (fault := self._trials.fault) is not None:
             raise fault
 
     def refresh(self) -> None:
@@ -87,32 +71,33 @@ class StableShapes(Shapes):
         state = kernel_state(self._model)
         with self._lock:
             if state not in self._found:
-                self._found[state] = self._find()
-        self._thread.known = self._found[state]
+                trials = self._found[state] = Trials(self._model)
+                try:
+                    _check_threads(self._device)
+                    with excluded():
+                        trials.check_bits()
+                except XTokError as error:
+                    trials.fault = error
+        self._thread.trials = self._found[state]
 
     @property
-    def _known(self) -> _Known:
-        if not hasattr(self._thread, "known"):
+    def _trials(self) -> Trials:
+        """Those under torch's settings as they are now."""
+        if not hasattr(self._thread, "trials"):
             self.refresh()
-        known: _Known = self._thread.known
-        return known
+        trials: Trials = self._thread.trials
+        return trials
 
     @property
     def tolerance(self) -> float:
         """8 times the largest difference of logits seen after nodes whose index isn't their depth."""
-        known = self._known
+        trials = self._trials
         with self._lock, excluded():
-            if known.tolerance is None:
-                known.tolerance = inf if known.fault else _MARGIN * known.trials.difference()
-        return known.tolerance
-
-    @property
-    def chunk(self) -> int:
-        return self._known.chunk
+            return inf if trials.fault else _MARGIN * trials.difference
 
     def padded(self, rows: int, new: int) -> int:
         """How many ids are forwarded for each of `rows` rows if there are `new`, by the shapes tried so far."""
-        agreed = self._known.agreed
+        agreed = self._trials.agreed
         return next((width for width in self._widths(rows, new) if agreed.get((rows, width, TRIED, TRIED), True)), new)
 
     def fit(self, rows: int, new: int, seen: int, most: int) -> tuple[int, int] | None:
@@ -123,7 +108,7 @@ class StableShapes(Shapes):
 
     def _widths(self, rows: int, new: int) -> list[int]:
         """The widths that a forward pass may have for `new` ids, the least first."""
-        least = ceil(FEWEST / rows) if self._known.even else FEWEST
+        least = ceil(FEWEST / rows) if self._even else FEWEST
         return [width for width in _WIDTHS if width >= max(new, least)]
 
     def widest(self, seen: int) -> int:
@@ -134,7 +119,7 @@ class StableShapes(Shapes):
         """Whether this shape gives the usual bits."""
         if (rows, width) == (1, USUAL):
             return True
-        if rows * width * self._known.trials.least <= _SMALL:
+        if rows * width * self._trials.least <= _SMALL:
             return False
         if seen != TRIED and not self._agrees(rows, width, TRIED):
             return False
@@ -147,28 +132,16 @@ class StableShapes(Shapes):
 
     def _tried(self, shape: tuple[int, int, int, int]) -> bool:
         """Whether a shape gave the usual bits in a trial, which is made now if it wasn't before."""
-        known = self._known
+        trials = self._trials
         with self._lock, excluded():
-            if known.fault is None and shape not in known.agreed:
+            if trials.fault is None and shape not in trials.agreed:
                 try:
-                    known.agreed[shape] = known.trials.agrees(*shape)
+                    trials.agreed[shape] = trials.agrees(*shape)
                 except torch.OutOfMemoryError:  # there may be enough another time
                     return False
                 except Exception:  # such as too few positions
-                    known.agreed[shape] = False
-        return known.agreed.get(shape, False)
-
-    def _find(self) -> _Known:
-        """What is known about the model as torch's settings are now, after first trials."""
-        device, even = device_of(self._model), attention_of(self._model) == "sdpa"  # others get as few queries as there are
-        known = _Known(Trials(self._model), even, _CPU_CHUNK if device.type == "cpu" else CHUNK)
-        try:
-            _check_threads(device)
-            with excluded():
-                known.trials.check_bits()
-        except XTokError as error:
-            known.fault = error
-        return known
+                    trials.agreed[shape] = False
+        return trials.agreed.get(shape, False)
 
 
 def kernel_state(model: PreTrainedModel) -> tuple[Any, ...]:

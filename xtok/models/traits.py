@@ -1,4 +1,4 @@
-"""What is known of a model: what its configuration and weights say, and what trying it showed."""
+"""What is known of a model, and what its configuration and weights say of it."""
 
 from dataclasses import dataclass
 from math import inf
@@ -34,6 +34,7 @@ _ATTENTION = ("DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionAndFu
 _INDEXED = ("DynamicIndexedLayer",)
 """Layers that transformers rolls back correctly since its caches say whether they can be cropped."""
 _OTHERS = ("LinearAttentionLayer", "DummyLayer")
+NO_ROLL_BACK = "The cache of {} can't be rolled back, so no guess can be taken back from it."
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,12 @@ class Traits:
     `layers`: for each layer of its KV cache, how many of the last positions it sees, None for all; `windows`: the same by the
     model's names for kinds of layers. `is_plain`: whether all layers are attention.
 
-    Found by trial: `branches`: whether one forward pass can continue several branches of a tree. `shares`: whether sequences
-    can share its forward passes; `position_bytes`: how many bytes a position then takes in a shared cache. `rounds_input`:
-    whether quantised layers round their input to half precision, or more coarsely. `largest_logit`: the mean, over positions,
-    of the largest magnitude.
+    Found by trial (`xtok.models.capabilities`): `fault`: why guesses can't be checked by it, in a sentence; None if they can.
+    `branches`: whether one forward pass can continue several branches of a tree. `shares`: whether sequences can share its
+    forward passes; `position_bytes`: how many bytes a position then takes in a shared cache. `mixing`: the class of a quantised
+    layer in which the rows of a forward pass depend on one another; None if there is none. `rounds_input`: whether quantised
+    layers round their input to half precision, or more coarsely: then a difference in the last bit of float32 may change picks.
+    `largest_logit`: the mean, over positions, of the largest magnitude; 0 if the model wasn't tried.
     """
 
     name: str
@@ -69,9 +72,11 @@ class Traits:
     layers: tuple[int | None, ...]
     windows: dict[str, int | None]
     is_plain: bool
+    fault: str | None = None
     branches: bool = False
     shares: bool = False
     position_bytes: int | None = None
+    mixing: str | None = None
     rounds_input: bool = False
     largest_logit: float = 0.0
 
@@ -136,6 +141,19 @@ def read(model: PreTrainedModel) -> Traits:
         windows=dict(zip(layer_kinds(model), layers, strict=False)),
         is_plain=all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers),
     )
+
+
+def check_rolls_back(model: Any, role: str) -> None:
+    """Raises `UnsupportedModelError` unless guesses can be rolled back from the cache that a model's configuration says."""
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(f"{name} is an encoder-decoder model. Use a decoder-only model as {role}.")
+    try:
+        able = model._supports_default_dynamic_cache() and rolls_back(new_cache(model))
+    except Exception:  # a configuration that no cache can be made from
+        able = False
+    if not able:
+        raise UnsupportedModelError(f"{NO_ROLL_BACK.format(name)} Use another model as {role}.")
 
 
 def attention_of(model: PreTrainedModel) -> str:

@@ -1,6 +1,6 @@
 """Trials: forwards a model in several shapes, and compares the bits of the results."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from xtok.errors import UnsupportedModelError
+from xtok.errors import UnsupportedModelError, XTokError
 from xtok.models.cache import context_window, ids_read, new_cache
 from xtok.models.cached_model import CachedModel
 from xtok.models.forwards import ForwardRequest
@@ -54,14 +54,20 @@ _UNEQUAL = (
 class Trials:
     """Forward passes that find out which shapes give a model's usual bits. They run few of its layers, one of each kind, since
     the others have matrices of the same shapes, for which the same kernels are chosen.
+
+    `least`: how many weights the smallest linear layer has. `fault`: why bits can't be fixed; None if they can. `agreed`: by
+    (rows, ids per row, cache positions read, positions that ids need), whether a shape gave the usual bits.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._whole, self._model = model, _shallow(model)
         self._size = ids_read(model)
-        self._layers = _layers(self._model)
         self._narrow = _narrow_layers(self._model)
-        self.least = min((inputs * outputs for inputs, outputs in self._layers), default=0)
+        sizes = list(_sizes(self._model))
+        self._outputs = sum(outputs for _, outputs in sizes)
+        self.least = min((inputs * outputs for inputs, outputs in sizes), default=0)
+        self.fault: XTokError | None = None
+        self.agreed = dict[tuple[int, int, int, int], bool]()
 
     @cached_property
     def _filled(self) -> SharedCache:
@@ -77,28 +83,27 @@ class Trials:
         """Raises `UnsupportedModelError` if forward passes of the usual shape don't have the same bits."""
         usual, base = _OneShape(USUAL, TRIED), self._base(TRIED)
         at_once, in_parts = (self._forwarded(1, base, usual, pieces) for pieces in ([USUAL], _PIECES))
-        logits = at_once[0][0, :_NODES]
-        name = type(self._whole).__name__
+        logits, name = at_once[0][0, :_NODES], type(self._whole).__name__
         if not logits.isfinite().any():
             raise UnsupportedModelError(f"The logits of {name} are NaN or infinite. Load it in a higher precision.")
         if not _same(at_once, in_parts) or not torch.equal(self._branched(self._filled, base, 0, _OTHERS[-1]), logits):
             raise UnsupportedModelError(_UNEQUAL.format(name, torch.get_num_threads()))
 
+    @cached_property
     def difference(self) -> float:
         """The largest difference of logits between indices of nodes, but at least the rounding step of the largest logit;
         infinity for a model with too few positions to try.
         """
-        filled = self._made(self._whole)  # differences grow with each layer
-        found, largest = 0.0, torch.finfo(self._model.dtype).max / 2  # some models give ids that they mask the least number
-        contexts = [base for base in _CONTEXTS if base <= self._base(TRIED)]
-        for base in contexts:
+        filled, found = self._made(self._whole), 0.0  # differences grow with each layer
+        info = torch.finfo(self._model.dtype)
+        for base in (base for base in _CONTEXTS if base <= self._base(TRIED)):
             alone = self._branched(filled, base, 0, 0).double()
-            numbers = alone.abs() < largest
+            numbers = alone.abs() < info.max / 2  # some models give ids that they mask the least number
             if not numbers.any():
                 return inf
             changes = [(self._branched(filled, base, others, 0).double() - alone)[numbers].abs().max() for others in _OTHERS]
-            found = max(found, *map(float, changes), torch.finfo(self._model.dtype).eps * float(alone[numbers].abs().max()))
-        return found if contexts and found < inf else inf
+            found = max(found, *map(float, changes), info.eps * float(alone[numbers].abs().max()))
+        return found or inf
 
     def agrees(self, rows: int, width: int, seen: int, least: int) -> bool:
         """Whether a shape that reads `seen` positions gives the bits of the usual shape that reads `least`, for all its ids, in
@@ -109,8 +114,7 @@ class Trials:
         base, new = self._base(least), max(width, min(USUAL, _TIMES * width))
         if least < seen:
             new = WIDEST  # up to the last position that reads `least`: where sums are split otherwise, some of these show it
-        outputs = sum(size for _, size in self._layers)
-        for turn in range(ceil(_OUTPUTS / (outputs * new * ceil(rows / 2)))):
+        for turn in range(ceil(_OUTPUTS / (self._outputs * new * ceil(rows / 2)))):
             first = _READ + turn * WIDEST  # other ids in each
             usual = self._forwarded(1, base, _OneShape(USUAL, least), _parts(new, USUAL), first)
             if not _same(usual, self._forwarded(rows, base, _OneShape(width, seen), _parts(new, width), first)):
@@ -228,23 +232,20 @@ def _shapes(module: nn.Module) -> str:
     return str([(name, part.shape, part.dtype) for name, part in module.named_parameters(recurse=False)])
 
 
-def _layers(model: PreTrainedModel) -> list[tuple[int, int]]:
+def _sizes(model: PreTrainedModel) -> Iterator[tuple[int, int]]:
     """How many inputs and outputs each linear layer has, whatever its weights are packed into."""
-    names = ("in_features", "out_features"), ("nx", "nf")  # the latter are those of GPT-2
-    sizes = [[getattr(module, name, None) for name in pair] for module in model.modules() for pair in names]
-    return [(inputs, outputs) for inputs, outputs in sizes if isinstance(inputs, int) and isinstance(outputs, int)]
+    for module in model.modules():
+        for names in (("in_features", "out_features"), ("nx", "nf")):  # the latter are those of GPT-2
+            inputs, outputs = (getattr(module, name, None) for name in names)
+            if isinstance(inputs, int) and isinstance(outputs, int):
+                yield inputs, outputs
 
 
 def _narrow_layers(model: PreTrainedModel) -> list[nn.Linear | PackedLinear]:
     """Linear layers with few inputs in half precision, one of each kind."""
-    found = dict[Any, nn.Linear | PackedLinear]()
-    for one in model.modules():
-        if not isinstance(one, nn.Linear | PackedLinear) or one.in_features >= _NARROW:
-            continue
-        weight = one.weight
-        if weight.dim() == 2 and weight.dtype in HALF:
-            found[type(one), weight.shape, weight.dtype, weight.device] = one
-    return list(found.values())
+    linear = [one for one in model.modules() if isinstance(one, nn.Linear | PackedLinear) and one.in_features < _NARROW]
+    plain = [one for one in linear if one.weight.dim() == 2 and one.weight.dtype in HALF]
+    return list({(type(one), one.weight.shape, one.weight.dtype, one.weight.device): one for one in plain}.values())
 
 
 def _parts(ids: int, most: int) -> list[int]:

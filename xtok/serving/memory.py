@@ -5,7 +5,7 @@ from math import ceil
 from xtok.decoding.prepare import Prepared
 from xtok.decoding.setup import Setup
 from xtok.errors import InvalidInputError, UnsupportedModelError
-from xtok.models.probe import traits
+from xtok.models.capabilities import traits
 
 
 class Memory:

@@ -14,7 +14,7 @@ from xtok.decoding.arguments import check_ids
 from xtok.drafts.lookup import Prediction
 from xtok.errors import InvalidInputError, UnsupportedArgumentError
 from xtok.models.cache import context_window, vocabulary_size
-from xtok.models.probe import traits
+from xtok.models.capabilities import traits
 from xtok.models.prompts import KnownPrompt, Prompt, is_chat, is_several, prompt_ids
 from xtok.sampling.grammar import Grammar
 from xtok.serving.http.chats import joined, messages_of, other_forms, template_arguments
