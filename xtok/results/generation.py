@@ -149,13 +149,8 @@ class Generation:
             },
             "tokens": [one._asdict() for one in self.tokens],
             "rounds": [
-                {
-                    "offset": one.offset,
-                    "committed": one.committed,
-                    "right": list(each.right),
-                    "guessed": [guess._asdict() for guess in each.guesses],
-                }
-                for one, each in zip(self.rounds, self.written, strict=True)
+                {"offset": one.offset, "committed": one.committed, "right": each["right"], "guessed": each["guessed"]}
+                for one, each in zip(self.rounds, map(WrittenRound.to_dict, self.written), strict=True)
             ],
         }
 

@@ -1,7 +1,7 @@
 """The rounds of a sequence: the tokens that each committed, who guessed them, and what else was guessed."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from xtok.align.text import utf8_decoder
 from xtok.decoding.rounds import run_one
@@ -36,6 +36,13 @@ class WrittenRound(NamedTuple):
     tokens: list[Token]
     guesses: list[Guess]
     right: tuple[int, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "tokens": [token._asdict() for token in self.tokens],
+            "guessed": [guess._asdict() for guess in self.guesses],
+            "right": list(self.right),
+        }
 
 
 Committed: TypeAlias = tuple[Round, Sequence[int], Sequence[bytes], bool]
