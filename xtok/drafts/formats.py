@@ -1,6 +1,6 @@
 """Guesses by a format that the text must follow, such as a JSON schema: what the format forces, and nothing that it forbids."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -13,8 +13,6 @@ from xtok.sampling.grammar import GrammarError
 
 _LEAST = 0.1
 """Tokens that are less probable aren't added to a guess."""
-_DISCOUNT = 0.5
-"""How much is subtracted from each next token's count, so that rarely seen ones are improbable (absolute discounting)."""
 _ONWARD = 0.6
 """The assumed probability of a node after its parent, if a drafter gives none."""
 
@@ -63,25 +61,18 @@ class _Node(NamedTuple):
 
 
 class FormatDrafter:
-    """Guesses what a format forces, and between forced runs what came there before, such as separators and white space. It also
-    fits the guesses of other drafters to the format.
-
-    To guess between forced runs, it treats a text as a sequence of symbols: each token is one, and so is each whole run of
-    forced tokens, as None. What followed the same one or two symbols before is guessed to follow them again.
-    """
+    """Guesses what a format forces, and fits the guesses of other drafters to the format."""
 
     def __init__(self, guide: Guide, prompt_length: int) -> None:
         self._guide = guide
         self._prompt_length = prompt_length
         self._ids: list[int] = []
-        self._symbols: list[int | None] = []
         self._run: list[int] | None = None
         self._follows = True
-        self._learnt = 0
-        self._followers: defaultdict[tuple[int | None, ...], Counter[int]] = defaultdict(Counter)
+        self._committed = 0
 
     def propose(self, context: Context, budget: Budget) -> Tree:
-        """A tree of what is forced next, or of what followed the same symbols before."""
+        """A chain of what is forced next."""
         tree = self._fitted(context, Tree(), budget.longest, begins=True)
         return tree.likeliest(budget.verified(sorted(tree.probabilities, reverse=True)))
 
@@ -120,52 +111,26 @@ class FormatDrafter:
 
     def _after(self, node: _Node, index: int, tree: Tree, children: dict[int, list[int]], longest: int) -> list[_Node]:
         """The nodes to guess after a node, whose token was pushed last. `index`: the node's index in the new tree."""
-        run, depth = self._forced(), node.depth + 1
-        expected = {run[0]: 1.0} if run else self._expected()
+        forced, depth = self._forced()[:1], node.depth + 1
         found = list[_Node]()
         for child in children[node.given] if node.given is not None else ():
             token = tree.tokens[child]
             own = tree.probabilities[child] if tree.probabilities else node.probability * _ONWARD
-            probability = max(own, node.probability * expected.pop(token, 0.0))
-            found.append(_Node(token, index, depth, probability, child))
-        for token, share in expected.items():
-            if depth < longest and node.probability * share >= _LEAST:
-                found.append(_Node(token, index, depth, node.probability * share, None))
+            found.append(_Node(token, index, depth, max(own, node.probability) if forced == [token] else own, child))
+        if forced and depth < longest and node.probability >= _LEAST and forced[0] not in [one.token for one in found]:
+            found.append(_Node(forced[0], index, depth, node.probability, None))
         return found
 
-    def _expected(self) -> dict[int, float]:
-        """The tokens that followed the latest symbols before, each with its share."""
-        latest = self._latest(len(self._symbols))
-        for known in (latest, latest[:1]):
-            if (followers := self._followers.get(known)) is not None:
-                return {token: (count - _DISCOUNT) / followers.total() for token, count in followers.items()}
-        return {}
-
-    def _latest(self, end: int) -> tuple[int | None, ...]:
-        """The two symbols before `end`, the last first."""
-        found = list[int | None]()
-        for i in range(end - 1, -1, -1):
-            if self._symbols[i] is not None or found[-1:] != [None]:
-                found.append(self._symbols[i])
-            if len(found) == 2:
-                break
-        return tuple(found)
-
     def _follow(self, ids: Sequence[int]) -> None:
-        """Go to the end of the new ids, and learn from them. The last may not be committed yet. Raises `InvalidInputError`."""
-        same, least = self._learnt, min(len(ids), len(self._ids))
+        """Go to the end of the new ids, the last of which may not be committed yet. Raises `InvalidInputError`."""
+        same, least = self._committed, min(len(ids), len(self._ids))
         while same < least and self._ids[same] == ids[same]:
             same += 1
         self._back_to(same)
         for token in ids[same:]:
             if not self._push(token):
                 raise InvalidInputError(f"A format's guide forbids the id {token}, which was picked.")
-        for i in range(self._learnt, len(ids) - 1):
-            if (symbol := self._symbols[i]) is not None:
-                latest = self._latest(i)
-                for known in {latest, latest[:1]}:
-                    self._followers[known][symbol] += 1
-        self._learnt = max(self._learnt, len(ids) - 1)
+        self._committed = max(self._committed, len(ids) - 1)
 
     def _forced(self) -> list[int]:
         if self._run is None:
@@ -176,15 +141,13 @@ class FormatDrafter:
         run = self._forced()
         if not self._guide.push(token):
             return False
-        is_forced = run[:1] == [token]
         self._ids.append(token)
-        self._symbols.append(None if is_forced else token)
-        self._run = run[1:] if is_forced and len(run) > 1 else None
+        self._run = run[1:] if run[:1] == [token] and len(run) > 1 else None
         return True
 
     def _back_to(self, size: int) -> None:
         """Remove tokens from the guide's text until `size` are left."""
         if len(self._ids) > size:
             self._guide.pop(len(self._ids) - size)
-            del self._ids[size:], self._symbols[size:]
+            del self._ids[size:]
             self._run = None
