@@ -78,45 +78,20 @@ def with_probabilities(tree: Tree) -> dict[tuple[int, ...], float]:
     return dict(zip(paths_of(tree), tree.probabilities, strict=True))
 
 
-@given(repeats=st.lists(claimed, max_size=3), models=st.lists(claimed, max_size=3))
-def test_sources_are_merged_as_their_probabilities_say(
-    repeats: list[list[tuple[list[int], float]]], models: list[list[tuple[list[int], float]]]
-) -> None:
-    """A node is as probable, if all before it is right, as the source that believes most in it says. Where models continue a
-    path, nodes that none of them has share the least that any of them leaves.
-    """
-    trie, trees = Trie(), [tree_of(one) for one in (*repeats, *models)]
-    for source, tree in enumerate(trees[: len(repeats)]):
-        trie.mix(tree, tree.probabilities, source)
-    trie.damp_unshared([(tree, tree.probabilities) for tree in trees[len(repeats) :]])
-    for source, tree in enumerate(trees[len(repeats) :], len(repeats)):
+@given(sources=st.lists(claimed, max_size=4))
+def test_sources_are_merged_as_their_probabilities_say(sources: list[list[tuple[list[int], float]]]) -> None:
+    """A node is as probable, if all before it is right, as the source that believes most in it says."""
+    trie, trees = Trie(), [tree_of(one) for one in sources]
+    for source, tree in enumerate(trees):
         trie.mix(tree, tree.probabilities, source)
     claims = [with_probabilities(tree) for tree in trees]
     found = with_probabilities(trie.best(len))
     assert found.keys() == {path for one in claims for path in one}
     for path, probability in found.items():
-        given = [
-            share(one[path], one.get(path[:-1], 1.0))
-            * (1.0 if source >= len(repeats) else left_for(path, claims[len(repeats) :]))
-            for source, one in enumerate(claims)
-            if path in one
-        ]
-        assert probability == pytest.approx(found.get(path[:-1], 1.0) * min(1.0, max(given)), abs=1e-9)
+        given = [(one[path], one.get(path[:-1], 1.0)) for one in claims if path in one]
+        most = max(part / whole if whole else 0.0 for part, whole in given)
+        assert probability == pytest.approx(found.get(path[:-1], 1.0) * min(1.0, most), abs=1e-9)
         assert 0 <= probability <= found.get(path[:-1], 1.0)
-
-
-def share(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0
-
-
-def left_for(path: tuple[int, ...], models: list[dict[tuple[int, ...], float]]) -> float:
-    """What models leave for the last id of a path, if none of them guesses it."""
-    left = [1.0]
-    for one in models:
-        siblings = [probability for other, probability in one.items() if other[:-1] == path[:-1]]
-        if siblings:
-            left.append(1 - share(sum(siblings), one.get(path[:-1], 1.0)))
-    return 1.0 if any(path in one for one in models) else max(0.0, min(left))
 
 
 @pytest.mark.parametrize(("given", "owner"), [([0.4, 0.7], 0), ([0.1, 0.8], 1), ([0.3, 0.5, 0.7], 2), ([0.0, 0.1], 1)])

@@ -108,7 +108,6 @@ class Lookup:
         self._corpora = [one for one in (corpus, memory) if one is not None]
         self._memory = memory
         self._prediction = prediction
-        self.only_repeats = prediction is None
         self._continuation = Continuation(encoder)
         self._view = encoder.view
         self._repeats = Repeats()

@@ -93,7 +93,6 @@ class _Table:
 class Recycler(TreeDrafter[IdPath]):
     """The drafter of `TokenRecycling` for one sequence."""
 
-    only_repeats = True
     table: _Table
     vocabulary: Vocabulary
     meter: Meter

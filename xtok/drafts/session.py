@@ -141,8 +141,7 @@ class Session:
             if has_room and (own := self._own(draft, limit, batch, unread, drafted)) is not None:
                 proposals[draft] = yield from self._ask(draft, context, own, drafted)
         guessed = {draft: tree for draft in cheapest_first if (tree := proposals[draft].tree)}
-        models = [draft for draft in guessed if proposals[draft].drafted]
-        merged = replace(self._merged(guessed, limit, batch, unread, models), proposals=proposals, limit=limit)
+        merged = replace(self._merged(guessed, limit, batch, unread), proposals=proposals, limit=limit)
         path = merged.tree.likeliest_path(limit.longest)
         rest = () if chained or limit.width == 1 else set(range(len(merged.tree))).difference(path)
         guess = merged.subset([*path, *sorted(rest)])  # so what is right most often has its final position in the cache
@@ -234,24 +233,15 @@ class Session:
         warn(message, DraftFailedWarning)
         return Proposal()
 
-    def _merged(self, guessed: dict[int, Tree], limit: Budget, batch: Batch, unread: int, models: Collection[int]) -> Guess:
-        """The trees of some drafts, merged into one; if there is only one, it stays as it is. `models`: the drafts that had
-        forward passes.
-
-        A model knows better than repeated text whether the text goes on like that.
-        """
+    def _merged(self, guessed: dict[int, Tree], limit: Budget, batch: Batch, unread: int) -> Guess:
+        """The trees of some drafts, merged into one; if there is only one, it stays as it is."""
         known = {draft: self._known[draft].probabilities(tree) for draft, tree in guessed.items()}
         if len(guessed) == 1:
             ((draft, tree),) = guessed.items()
             return Guess(tree, [draft] * len(tree), known[draft])
         trie = Trie()
-        repeats = [draft for draft in guessed if getattr(self._drafters[draft], "only_repeats", False)]
-        others = [draft for draft in guessed if draft not in repeats]
-        for draft in repeats:
-            trie.mix(guessed[draft], known[draft], draft)
-        trie.damp_unshared([(guessed[draft], known[draft]) for draft in others if draft in models])
-        for draft in others:
-            trie.mix(guessed[draft], known[draft], draft)
+        for draft, tree in guessed.items():
+            trie.mix(tree, known[draft], draft)
 
         def worth(probabilities: Sequence[float]) -> int:
             most = probabilities[: limit.nodes]

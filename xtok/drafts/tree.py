@@ -167,26 +167,6 @@ class Trie:
             self._given[node][source] = max(self._given[node].get(source, 0.0), probabilities[i])
         self._joined = None
 
-    def damp_unshared(self, models: Sequence[tuple[Tree, Sequence[float]]]) -> None:
-        """If any of the trees of some `models` continues a path, multiply nodes that none of them has by the probability that
-        it leaves there: the least, if there are several.
-        """
-        found, lefts = set[int | None](), dict[int | None, float]()
-        for tree, probabilities in models:
-            nodes, left = dict[int, int | None]({-1: -1}), dict[int | None, float]()
-            for i, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
-                above = nodes[parent]
-                nodes[i] = None if above is None else self._children.get((above, token))
-                before = probabilities[parent] if parent >= 0 else 1.0
-                left[above] = left.get(above, 1.0) - (probabilities[i] / before if before else 0.0)
-            found.update(nodes.values())
-            lefts |= {fork: min(lefts.get(fork, 1.0), max(0.0, one)) for fork, one in left.items()}
-        factors = {-1: 1.0}
-        for node, parent in enumerate(self._parents):
-            factors[node] = factors[parent] * (1.0 if node in found else lefts.get(parent, 1.0))
-            self._given[node] = {source: one * factors[node] for source, one in self._given[node].items()}
-        self._joined = None
-
     def owner(self, node: int) -> int:
         """The source that a node counts for: the first that has it, unless a later one gives it, and all before it, more than
         twice the probability: without that one, it would hardly be verified.
