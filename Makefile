@@ -46,7 +46,7 @@ test-vllm: vllm
 	if [ -d "$(VLLM)" ]; then "$(VLLM)/bin/python" -m pytest tests/vllm; fi
 
 bench-vllm: vllm
-	if [ -d "$(VLLM)" ]; then for pair in aozora smollm2; do "$(VLLM)/bin/python" tests/vllm/figures.py $$pair; done; fi
+	if [ -d "$(VLLM)" ]; then "$(VLLM)/bin/python" tests/vllm/figures.py; fi
 
 test-page: $(INSTALLED)
 	sh tests/chromium.sh

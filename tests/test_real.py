@@ -1,6 +1,6 @@
-"""A real chat model, SmolLM2-135M-Instruct: the laws hold for it as for tiny ones. `make test-real` runs these.
+"""Real chat models, SmolLM2-135M and Qwen2.5-Coder-1.5B: the laws hold for them as for tiny ones. `make test-real` runs these.
 
-It is fetched by xtok's own code, or taken from the user's cache folder.
+They are fetched by xtok's own code, or taken from the user's cache folder.
 """
 
 from pathlib import Path
@@ -11,14 +11,13 @@ import torch
 from worlds import TREE, alone
 
 from xtok import HeadsDrafter, XTokAssisted
-from xtok.bench.chats import questions
 from xtok.errors import InvalidInputError
 from xtok.models.load import Placement, load
 from xtok.models.prompts import Chat, prompt_ids
 from xtok.pair import DRAFT, pair
 
 pytestmark = pytest.mark.real
-ASKED = [one.text for one in questions()[:8:2]]
+ASKED = pair("smollm2").prompts[:4]
 ASKED += [
     "自然言語処理とは何ですか。",
     "Write `def fib(n):` in Python.\n\n```python\n",
@@ -31,15 +30,19 @@ SAMPLED: dict[str, Any] = {"max_new_tokens": 24, "do_sample": True, "temperature
 Loaded = tuple[Any, Any]
 
 
-@pytest.fixture(scope="module")
-def folder() -> Path:
-    """Where the target is. Tests are skipped if it can't be had."""
+def target_of(name: str) -> Path:
+    """Where a pair's target is. Tests are skipped if it can't be had."""
     with pytest.MonkeyPatch.context() as patched:
         patched.delenv("XTOK_CACHE")  # that of these tests is emptied
         try:
-            return pair("smollm2").target
+            return pair(name).target
         except InvalidInputError as error:
             pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    return target_of("smollm2")
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +59,8 @@ def half(folder: Path) -> Loaded:
 
 @pytest.fixture(scope="module")
 def drafts() -> list[Any]:
-    """A draft that knows nothing of the target's language, and the draft and the heads made for the target."""
-    found = pair("smollm2")
-    return [DRAFT, found.draft, HeadsDrafter(found.heads)]
+    """A draft that knows nothing of the target's language, and the heads made for the target."""
+    return [DRAFT, HeadsDrafter(str(pair("smollm2").heads))]
 
 
 def test_it_computes_in_bfloat16_and_its_files_are_plain(half: Loaded, folder: Path) -> None:
@@ -111,3 +113,16 @@ def test_stable_ids_are_the_same_in_bfloat16_alone_in_batches_and_with_any_draft
         xt = XTokAssisted(half, draft, stable=True)
         assert [xt.generate(chat, **settings).token_ids for chat in CHATS[:4]] == expected
         assert [one.token_ids for one in xt.generate(CHATS[:4], batch_size=4, **settings)] == expected
+
+
+def test_a_large_target_has_its_ids_with_an_unrelated_draft(folder: Path) -> None:
+    """In float32, as xtok and transformers load it, in English, code and Japanese."""
+    target = target_of("qwen")
+    plain = load(target, "target", Placement(dtype=torch.float32))
+    chats = [CHATS[number] for number in (1, 4)]
+    expected = [alone(plain[0], prompt_ids(plain[1], chat), **GREEDY) for chat in chats]
+    del plain
+    xt = XTokAssisted(target, folder, dtype=torch.float32)
+    assert [one.token_ids for one in xt.generate(chats, batch_size=1, **GREEDY)] == expected
+    seeded = [one.token_ids for one in xt.generate(chats, batch_size=2, **SAMPLED)]
+    assert seeded == [XTokAssisted((xt.model, xt.tokenizer)).generate(chat, **SAMPLED).token_ids for chat in chats]

@@ -1,12 +1,10 @@
-"""vLLM alone, with its own ways to guess, and with xtok, in turns: `make bench-vllm`, or `figures.py aozora|smollm2`.
+"""vLLM alone, with its own ways to guess, and with xtok, in turns: `make bench-vllm`.
 
-"aozora": the bundled Japanese target, enlarged to 400 M parameters, so that a forward pass of it takes about 30 times as long
-as one of the draft. "smollm2": SmolLM2-135M-Instruct, asked the questions of `xtok bench chats`. New requests are added
-as others end, so the number of running requests stays the same; all ways have the same prompts. Tokens per step with
-guesses are by vLLM's own counters.
+The target is the bundled Japanese one, enlarged to 400 M parameters, so that a forward pass of it takes about 30 times as long
+as one of the draft. New requests are added as others end, so the number of running requests stays the same; all ways have the
+same prompts. Tokens per step with guesses are by vLLM's own counters.
 """
 
-import sys
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from importlib.util import find_spec
@@ -21,8 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm import LLM, SamplingParams
 
-from xtok.bench.chats import as_chats, questions
-from xtok.pair import DRAFT, TARGET, pair, prompts
+from xtok.pair import DRAFT, TARGET, prompts
 
 WIDTH, BLOCKS = 16384, 31
 """The sizes of the enlarged target: units of an MLP, and blocks."""
@@ -144,22 +141,13 @@ def aozora(folder: Path) -> tuple[Path, Path, list[str]]:
     return folder / "target", DRAFT, prompts()
 
 
-def smollm2(_: Path) -> tuple[Path, Path, list[str]]:
-    """SmolLM2-135M-Instruct, its draft, and questions in its chat template."""
-    real = pair("smollm2")
-    tokenizer: Any = AutoTokenizer.from_pretrained(real.target)
-    chats = as_chats(tokenizer, [one.text for one in questions()])
-    texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
-    return real.target, real.draft, texts
-
-
-def main(name: str) -> None:
+def main() -> None:
     with TemporaryDirectory() as folder:
-        target, draft, texts = {"aozora": aozora, "smollm2": smollm2}[name](Path(folder))
+        target, draft, texts = aozora(Path(folder))
         llms = {way: engine(target, settings) for way, settings in ways(draft).items()}
     for llm in llms.values():
         turn(llm, texts[-2:], 1, 1.0)
-    print(f"{name}: {', '.join(llms)}")
+    print(", ".join(llms))
     print("| setting | requests at a time | | tokens/s | × alone | tokens per step | with guesses |")
     print("|---|---|---|---|---|---|---|")
     for (setting, penalty), running in product(SETTINGS.items(), REQUESTS):
@@ -168,4 +156,4 @@ def main(name: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()
