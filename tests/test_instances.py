@@ -113,7 +113,7 @@ def test_a_model_whose_logits_are_no_numbers_is_refused_as_such(value: float, ro
     broken = deepcopy(OTHER)
     broken.get_output_embeddings().weight.data[3:5] = value
     models = [(broken, BYTES)] if role == "target" else [(TARGET, TOKENS), (broken, BYTES)]
-    with pytest.raises(UnsupportedModelError, match="GPTNeoX.* gives logits that are NaN or infinite .* load it in "):
+    with pytest.raises(UnsupportedModelError, match=r"GPTNeoX.* gives logits that are NaN or infinite .* load it in "):
         XTokAssisted(*models)
 
 
