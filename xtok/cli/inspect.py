@@ -86,6 +86,10 @@ def inspect(
         typer.echo(as_json(found[0] if len(found) == 1 else found))
         return
     typer.echo(f"target: {models.source}")
+    if target is not None:
+        from xtok.models.runner import runner_of
+
+        typer.echo(f"kernels: {runner_of(target[0]).kernels(target[0])}")
     for name in drafts:
         typer.echo(typer.style(f"draft: {name}\n", bold=len(drafts) > 1))
         typer.echo(judged[name].sentence if judged else _by_sizes(own, described[name]))
