@@ -13,10 +13,10 @@ import torch
 from transformers import PreTrainedModel
 
 from xtok.errors import InvalidInputError, UnsupportedModelError, XTokError
+from xtok.models.attention import attends_evenly
 from xtok.models.cache import context_window, device_of
 from xtok.models.shapes import CHUNK, USUAL, Shapes
 from xtok.models.timing import excluded
-from xtok.models.traits import attention_of
 from xtok.models.trials import FEWEST, TRIED, WIDEST, Trials
 
 _WIDTHS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64)
@@ -47,7 +47,7 @@ class StableShapes(Shapes):
     def __init__(self, model: PreTrainedModel) -> None:
         """Raises `UnsupportedModelError` if even forward passes of one shape give different bits."""
         self._model, self._device = model, device_of(model)
-        self._even = attention_of(model) == "sdpa"  # others get as few queries as there are
+        self._even = attends_evenly(model)  # others get as few queries as there are
         self.chunk = _CPU_CHUNK if self._device.type == "cpu" else CHUNK
         self._found = dict[tuple[object, ...], Trials]()
         self._lock, self._thread = Lock(), local()

@@ -156,10 +156,6 @@ def check_rolls_back(model: Any, role: str) -> None:
         raise UnsupportedModelError(f"{NO_ROLL_BACK.format(name)} Use another model as {role}.")
 
 
-def attention_of(model: PreTrainedModel) -> str:
-    return str(model.config.get_text_config(decoder=True)._attn_implementation)
-
-
 def layer_windows(cache: Cache) -> list[int | None]:
     """For each layer of a KV cache, how many of the last positions it keeps; None for all."""
     return [layer.sliding_window if getattr(layer, "is_sliding", False) else None for layer in list[Any](cache.layers)]
