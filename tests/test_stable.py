@@ -38,6 +38,7 @@ from xtok.sampling.draws import draw, draws, sure_margins
 from xtok.sampling.noise import states_of
 
 TREES = Budget(8, width=8, schedule="constant")
+MOST = 2 if quick() else 3
 LENGTHS = (1, 2, 16, 33, 106, 112, 118, 122, 126, 128, *(() if quick() else (240, 250, 495, 511, 513, 1010, 1024, 2030, 2048)))
 """Of prompts: lengths at which more positions are looked at, or a part of a prompt ends."""
 
@@ -94,7 +95,7 @@ def check_bits(found: Sequence[Any], wanted: Sequence[Any], tolerance: float = 0
     architecture=st.sampled_from(sorted(ARCHITECTURES)),
     dtype=st.sampled_from(sorted(DTYPES)),
     prompts=st.lists(
-        st.one_of(st.sampled_from(TEXTS), st.sampled_from(LENGTHS).map(long)), min_size=1, max_size=3, unique=True
+        st.one_of(st.sampled_from(TEXTS), st.sampled_from(LENGTHS).map(long)), min_size=1, max_size=MOST, unique=True
     ),
     way=st.sampled_from(sorted(WAYS)),
     chain=st.booleans(),

@@ -30,7 +30,6 @@ from xtok.drafts.base import Draft, Drafter
 from xtok.drafts.policy.settings import Budget
 from xtok.errors import InvalidInputError, UnsupportedArgumentError
 from xtok.models.cache import CACHE
-from xtok.models.capabilities import traits
 from xtok.models.load import Device, DeviceMap, Dtype, OneOrEach, Quantization, Source, Target
 from xtok.models.modes import current, within
 from xtok.models.prompts import KnownPrompt, Prompt, is_several
@@ -294,7 +293,7 @@ class XTokAssisted:
         check_adapters(model, len(input_ids))
         wanted = len(input_ids) == 1 and generation_config.return_dict_in_generate and setup.shapes is None
         keeps_cache = bool(wanted or (passed_to_generate("kwargs") or {}).get(CACHE) is not None)
-        given = input_ids, logits_processor, stopping_criteria, generation_config, traits(model)
+        given = input_ids, logits_processor, stopping_criteria, generation_config, setup.target.traits
         batch = Prepared(*given, inputs=model_kwargs, keeps_cache=keeps_cache)
         requests = add_noise_and_shapes(setup, by_row(setup.target, batch, stop_strings), seed)
         sequences = self._run(setup, requests, len(requests), passed_to_generate("streamer"), keep=True)

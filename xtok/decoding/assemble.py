@@ -60,8 +60,7 @@ def assemble(
     )
     _check_sources(target, given, places)
     loaded = target_model(target, places[0])
-    beside = traits(loaded.model).device
-    models = {i: draft_model(one, places[1], beside) for i, one in enumerate(given) if not is_drafting(one)}
+    models = {i: draft_model(one, places[1], loaded.traits.device) for i, one in enumerate(given) if not is_drafting(one)}
     _check_drafts(loaded, given, list(models.values()), acceptance=acceptance)
     accepts = {"match": None, "rejection": rejection, "typical": typical(posterior_threshold, posterior_alpha)}
     setup = Setup(
@@ -82,13 +81,14 @@ def fitted(setup: Setup) -> Setup:
     the caller requires what they don't allow.
     """
     target, acceptance, stable, shapes = setup.target, setup.acceptance, setup.stable, None
-    if stable or (stable is None and acceptance == "match" and traits(target.model).computes_in_half):
+    target = replace(target, traits=traits(target.model))
+    if stable or (stable is None and acceptance == "match" and target.traits.computes_in_half):
         try:
             shapes = _shapes(target, acceptance)
         except XTokError as error:
             warn_unstable(target, error, stable=stable)
-    captured = _captured(target.model, setup.drafts, setup.compile)
-    return replace(setup, shapes=shapes, captures=captured, runners={model: renewed(model) for model in setup.models})
+    captured, runners = _captured(target, setup.drafts, setup.compile), {model: renewed(model) for model in setup.models}
+    return replace(setup, target=target, shapes=shapes, captures=captured, runners=runners)
 
 
 def refitted(setup: Setup) -> Setup:
@@ -139,7 +139,7 @@ def _shapes(target: Target, acceptance: Acceptance) -> StableShapes:
     if acceptance != "match":
         raise UnsupportedArgumentError(f"With acceptance={acceptance!r}, ids depend on the draft. Use acceptance='match'.")
     name = type(target.model).__name__
-    if not traits(target.model).shares:
+    if not target.traits.shares:
         raise UnsupportedModelError(
             f"{name} can't share forward passes, which fixed shapes need: what it computes depends on the sequence's "
             "length (dynamic rotary frequencies, ALiBi), or it has another kind of cache."
@@ -150,14 +150,14 @@ def _shapes(target: Target, acceptance: Acceptance) -> StableShapes:
     return StableShapes(target.model)
 
 
-def _captured(target: PreTrainedModel, drafts: tuple[Draft, ...], wanted: bool | None) -> bool:
+def _captured(target: Target, drafts: tuple[Draft, ...], wanted: bool | None) -> bool:
     """Whether to capture forward passes. Raises `UnsupportedModelError` if `wanted` is True and the target's can't be."""
-    if wanted and not (traits(target).shares and takes_graphs(target)):
+    if wanted and not (target.traits.shares and takes_graphs(target.model)):
         raise UnsupportedModelError(
-            f"Forward passes of {type(target).__name__}, on {traits(target).device}, can't be captured as CUDA graphs: it "
+            f"Forward passes of {target.traits.name}, on {target.traits.device}, can't be captured as CUDA graphs: it "
             "must be on one GPU, without hooks, and of a kind whose forward passes can be shared. Leave compile out."
         )
-    return captures(wanted, [target, *(draft.model for draft in drafts if isinstance(draft, ModelDraft))])
+    return captures(wanted, [target.model, *(draft.model for draft in drafts if isinstance(draft, ModelDraft))])
 
 
 def name_of(draft: Any) -> str:

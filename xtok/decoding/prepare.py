@@ -28,7 +28,6 @@ from xtok.decoding.setup import Setup
 from xtok.drafts.lookup import Prediction
 from xtok.errors import InvalidInputError, PromptWarning, UnsupportedArgumentError, warn
 from xtok.models.cache import CACHE
-from xtok.models.capabilities import traits
 from xtok.models.load import Target
 from xtok.models.prompts import is_several, read_prompt
 from xtok.models.stable import StableShapes
@@ -178,7 +177,7 @@ def as_generate(target: Target, prompt: Any, arguments: dict[str, Any], *, sever
     arguments = generate_kwargs(arguments)
     prediction, stop_strings = pop_prediction(arguments), pop_stop_strings(target.model, arguments)
     read, prompt, template = read_prompt(target.vocabulary.tokenizer, prompt, arguments)
-    known = traits(target.model)
+    known = target.traits
     ids = torch.tensor([read], dtype=torch.int64, device=known.device)
     if arguments.get("generation_config") is None:
         arguments.setdefault("use_cache", True)  # some models' own configurations say otherwise

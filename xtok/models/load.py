@@ -24,7 +24,7 @@ from xtok.models.capabilities import check_usable, traits
 from xtok.models.gguf import is_gguf, load_gguf, read_gguf, read_once, tokenizer_of
 from xtok.models.prompts import reading, special_ids
 from xtok.models.runner import pack_in_place, renewed
-from xtok.models.traits import check_rolls_back
+from xtok.models.traits import Traits, check_rolls_back
 
 T = TypeVar("T")
 OneOrEach: TypeAlias = T | tuple[T | None, T | None] | None
@@ -46,10 +46,11 @@ from_config: Any = AutoModelForCausalLM.from_config
 
 @dataclass(frozen=True)
 class Target:
-    """A target model and its vocabulary, shared by all sequences."""
+    """A target model, its vocabulary, and what it can do; shared by all sequences."""
 
     model: PreTrainedModel
     vocabulary: Vocabulary
+    traits: Traits
 
 
 @dataclass(frozen=True)
@@ -234,7 +235,8 @@ def check_places(source: Any, role: str, place: Placement) -> None:
 
 def target_model(source: Any, place: Placement = DEFAULT) -> Target:
     """Load a target. Raises `UnsupportedModelError`, `UnsupportedTokenizerError` or `InvalidInputError` for unfit sources."""
-    return Target(*_loaded(source, "target", place, None))
+    model, vocabulary = _loaded(source, "target", place, None)
+    return Target(model, vocabulary, traits(model))
 
 
 def draft_model(source: Any, place: Placement = DEFAULT, beside: torch.device | None = None) -> DraftModel:
