@@ -282,8 +282,9 @@ def test_inspect_measures_several_drafts_and_heads(little: None) -> None:
     assert verdicts[1]["accepted"] == verdicts[1]["guessed"]  # it guesses as it picks
     assert ["losses" in one for one in found] == [True, True, False]
     printed, _ = run("inspect", "--draft", str(pair.HEADS), "--limit", "1")
-    target, draft, empty, sentence, *rest = printed.splitlines()
+    target, kernels, draft, empty, sentence, *rest = printed.splitlines()
     assert (target, draft, empty, rest) == (f"target: {pair.TARGET}", f"draft: {pair.HEADS}", "", [""])
+    assert kernels.startswith("kernels: ")
     assert re.fullmatch(
         r"Draft costs \d+% of the target's forward pass .*measured \d+% \(\d+ of \d+ tokens on 1 prompt\): .*", sentence
     )
