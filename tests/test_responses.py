@@ -13,7 +13,7 @@ from servers import CALLING_TOKENS as TOKENS
 
 from xtok import XTokAssisted
 from xtok.serving.http.middleware import LOG
-from xtok.serving.http.protocol import Limits, fields_of
+from xtok.serving.http.protocol import fields_of
 from xtok.serving.http.responses import Responses, chat_of
 
 server, client, writes, trusted = calling_server, calling_client, writing, schemas_are_trusted
@@ -135,10 +135,3 @@ def test_what_agents_send_is_taken_and_what_has_no_effect_is_logged(
     wait_for(lambda: len(caplog.records) == 3)
     names = {"include", "reasoning.summary", "reasoning_effort", "service_tier", "store", "text.verbosity"}
     assert [set(json.loads(record.message).get("ignored", [])) for record in caplog.records] == [names] * 2 + [set()]
-
-
-def test_limits_are_those_of_chats() -> None:
-    with serving(XTokAssisted((LM, TOKENS)), limits=Limits(tokens=6, default=5)) as one:
-        for limit, count in ((10**6, 6), (None, 5), (4, 4)):
-            response = one.ask("responses", input="a", max_output_tokens=limit).json()
-            assert (response["status"], response["usage"]["output_tokens"]) == ("incomplete", count)

@@ -266,11 +266,11 @@ def test_no_seed_is_meant_by_minus_one() -> None:
 # formats
 
 
-SCHEMA: dict[str, Any] = {"enum": [{"名": "吾輩", "数": [1, 2]}, {"名": "メロス", "数": []}, "猫"]}
+SCHEMA: dict[str, Any] = {"enum": [{"名": "吾輩"}, {"名": [1, 2]}, "猫"]}
 
 
 def test_a_text_is_held_to_a_json_schema(server: Server) -> None:
-    asked: Any = {"messages": [{"role": "user", "content": "誰"}], "max_tokens": 60, "frequency_penalty": 2.0}
+    asked: Any = {"messages": [{"role": "user", "content": "誰"}], "max_tokens": 40, "frequency_penalty": 2.0}
     asked |= {"temperature": 1.0, "seed": 4, **held_to(SCHEMA)}
     (same,) = submissions_of(read(Chat, json.dumps(asked).encode()), ALONE, Limits())
     (choice,) = both_ways(server, "chat/completions", **asked)["choices"]
@@ -475,21 +475,15 @@ def test_a_prompt_that_is_too_long_in_any_case_is_not_read(monkeypatch: pytest.M
     assert refused.value.body["error"]["code"] == "context_length_exceeded"
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("prompt", [[{}] * 1000] * 1000),
-        ("messages", [5] * 1000),
-        ("tools", [5] * 1000),
-        ("stop", [""] * 1000),
-        ("prediction", {"type": "content", "content": [5] * 1000}),
-        ("logit_bias", {str(i): "a" for i in range(1000)}),
-    ],
-)
-def test_of_many_faults_few_are_reported(field: str, value: Any) -> None:
+MANY: dict[str, Any] = {"prompt": [[{}] * 1000] * 1000, "stop": [""] * 1000, "logit_bias": {str(i): "a" for i in range(1000)}}
+MANY |= {"messages": [5] * 1000, "tools": [5] * 1000, "prediction": {"type": "content", "content": [5] * 1000}}
+
+
+@pytest.mark.parametrize("field", MANY)
+def test_of_many_faults_few_are_reported(field: str) -> None:
     """Found by a hostile trial: a body of 4 MB, of which each item is wrong, held up everybody for half a minute."""
     with pytest.raises(ValueError, match=field) as found:
-        (Chat if field in ("messages", "tools") else Completion).model_validate({field: value})
+        (Chat if field in ("messages", "tools") else Completion).model_validate({field: MANY[field]})
     assert found.value.error_count() < 40
 
 

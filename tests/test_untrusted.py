@@ -6,7 +6,7 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from itertools import product
 from pathlib import Path
@@ -92,12 +92,6 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def configured(folder: Path, **more: Any) -> None:
-    """Change the configuration of a saved model."""
-    known = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(known | more))
-
-
 CODE: dict[str, dict[str, str]] = {
     "pytorch_model.bin": {},
     "pytorch_model-1.bin": {"index": "pytorch_model.bin.index.json"},
@@ -117,7 +111,8 @@ def test_weights_that_need_code_are_refused_and_run_none(saved: Path, name: str,
     if index:
         (saved / index).write_text(json.dumps({"metadata": {}, "weight_map": {"lm_head.weight": name}}))
     if named:
-        configured(saved, transformers_weights=named)
+        config = json.loads((saved / "config.json").read_text()) | {"transformers_weights": named}
+        (saved / "config.json").write_text(json.dumps(config))
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     for zipped, role, sources in ((True, "target", [saved]), (False, "draft", [(TARGET, TOKENS), saved])):
         torch.save({"lm_head.weight": Bomb(saved / "boom")}, saved / name, _use_new_zipfile_serialization=zipped)
@@ -329,7 +324,8 @@ def test_any_argument_is_honoured_or_refused_as_transformers_does(given: dict[st
             found = XT.generate(PROMPT, **rest)
             return found.token_ids if not isinstance(found, list) else found[0].token_ids
         if way == "stream":
-            return generated(XT.stream(PROMPT, **rest)).token_ids
+            list(XT.stream(PROMPT, **rest))
+            return XT.last[0].token_ids
         ids = torch.tensor([prompt_ids(TOKENS, PROMPT)])
         output = TARGET.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=XT, tokenizer=TOKENS, **rest)
         return output[0, ids.shape[1] :].tolist()
@@ -341,17 +337,6 @@ def test_any_argument_is_honoured_or_refused_as_transformers_does(given: dict[st
     faults = [one for one in singly if isinstance(one, Gone)]  # of two that make no sense, either may be named first
     assert useless or any(agree(found, one, drawn=drawn) for one in (expected, *faults)), repr(getattr(found, "error", found))
     assert XT.generate(PROMPT, **GREEDY).token_ids == EXPECTED
-
-
-def generated(pieces: Any) -> Any:
-    """What a stream returns at its end."""
-    found = []
-
-    def keep() -> Iterator[str]:
-        found.append((yield from pieces))
-
-    list(keep())
-    return found[0]
 
 
 WILD = st.one_of(
