@@ -201,12 +201,12 @@ def mt_bench(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> Registry:
 
 def test_mt_bench_is_fetched_once_and_its_kinds_take_turns(mt_bench: Registry) -> None:
     asked = spec.questions()
-    assert [one.kind for one in asked] == ["writing, en", "coding, en", "writing, ja", "coding, ja"] * 2
-    assert asked[1].turns == ("en coding 1 1", "en coding 1 2")
+    assert [one.kind for one in asked] == ["writing, en", "writing, ja", "coding, en", "coding, ja"] * 2
+    assert asked[2].turns == ("en coding 1 1", "en coding 1 2")
     assert [one.kind for one in spec.questions(["coding", "ja"])] == ["coding, ja"] * 2
     assert {one.kind for one in spec.questions(["ja"])} == {"writing, ja", "coding, ja"}
     assert len(mt_bench.calls) == 1 and left(mt_bench.cache) == ["mt-bench"]
-    with pytest.raises(InvalidInputError, match=r"no kind 'maths'\. Choose from writing, en, coding, ja"):
+    with pytest.raises(InvalidInputError, match=r"no kind 'maths'\. Choose from writing, coding, en, ja"):
         spec.questions(["maths"])
     (mt_bench.cache / "mt-bench" / "en.jsonl").write_text("{}")
     mt_bench.publish("flexeval-0.18.3-py3-none-any.whl", {})

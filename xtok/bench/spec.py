@@ -41,23 +41,19 @@ def questions(wanted: Sequence[str] = ()) -> list[Question]:
     `wanted`: kinds ("coding") and languages ("ja") to choose from; all by default. Raises `InvalidInputError` for unknown ones,
     and if they can't be fetched.
     """
-    folder, found = cached(_NAME, _is_whole, _fetch), dict[str, list[Question]]()
+    folder, found = cached(_NAME, _is_whole, _fetch), dict[tuple[str, str], list[Question]]()
     for language in LANGUAGES:
         for line in (folder / f"{language}.jsonl").read_text(encoding="utf-8").splitlines():
             one = json.loads(line)
-            kind = f"{one['category']}, {language}"
-            found.setdefault(kind, []).append(Question(kind, tuple(one["turns"])))
-    known = dict.fromkeys(part for kind in found for part in kind.split(", "))
+            kind = one["category"]
+            found.setdefault((kind, language), []).append(Question(f"{kind}, {language}", tuple(one["turns"])))
+    known = dict.fromkeys([*(kind for kind, _ in found), *LANGUAGES])
     if unknown := [one for one in wanted if one not in known]:
         raise InvalidInputError(f"MT-Bench has no kind {unknown[0]!r}. Choose from {', '.join(known)}.")
-    languages, kinds = ([one for one in wanted if (one in LANGUAGES) == named] for named in (True, False))
-    chosen = [
-        own
-        for kind, own in found.items()
-        for name, language in [kind.split(", ")]
-        if (not kinds or name in kinds) and (not languages or language in languages)
-    ]
-    return [one for some in zip(*chosen, strict=True) for one in some]
+    languages = [one for one in LANGUAGES if one in wanted] or [*LANGUAGES]
+    kinds = [one for one in known if one in wanted and one not in LANGUAGES] or [kind for kind, _ in found]
+    turns = [found[kind, language] for kind in dict.fromkeys(kinds) for language in languages]
+    return [one for some in zip(*turns, strict=True) for one in some]
 
 
 def _is_whole(folder: Path) -> bool:
