@@ -176,7 +176,3 @@ def is_clear(error: ValueError) -> bool:
     """Whether it is xtok's own, or one of transformers' that names what it was given."""
     reported = "has to be", "must be", "should be", "not used by the model", "do not support"
     return isinstance(error, XTokError) or any(part in str(error) for part in reported)
-
-
-def test_there_are_hundreds_of_such_cases() -> None:
-    assert sum(len(VALUES) - len(TABLE[name][2][argument].split()) for name, argument in CASES) > 500

@@ -73,15 +73,6 @@ def check_alike(found: list[Generation], wanted: list[Generation]) -> None:
     assert list(map(guesses, found)) == list(map(guesses, wanted))
 
 
-def test_what_was_written_under_autocast_leaves_later_texts_as_they_are() -> None:
-    xt, wanted = instance("float32"), generated(instance("float32"), GREEDY, nullcontext)
-    cast = generated(xt, GREEDY, MODES["autocast"])
-    assert [one.stats.draft_error for one in cast] == [None] * len(cast)
-    assert [one.token_ids for one in cast] != [one.token_ids for one in wanted]  # of another model, so to speak
-    found = generated(xt, GREEDY, nullcontext)
-    assert [(one.token_ids, one.stats.draft_error) for one in found] == [(one.token_ids, None) for one in wanted]
-
-
 @whole_generations
 @given(modes=st.lists(st.sampled_from(STREAMED), min_size=2, max_size=6), way=st.sampled_from(sorted(WAYS)))
 def test_a_stream_may_be_read_under_other_modes_than_it_was_started_under(modes: list[str], way: str) -> None:

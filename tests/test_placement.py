@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import cpu_offload, disk_offload
+from accelerate import disk_offload
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, QuantoConfig
 from typer.testing import CliRunner
-from worlds import deep, mostly_deep
+from worlds import mostly_deep
 
 from xtok import Budget, HeadsDrafter, XTokAssisted
 from xtok.cli import commands as cli
@@ -47,15 +47,6 @@ PRECISIONS = list(product((torch.float64, torch.bfloat16), (torch.float32, torch
 @pytest.mark.parametrize(("target", "draft"), mostly_deep(PRECISIONS, PRECISIONS[::4]))
 def test_any_precisions(target: torch.dtype, draft: torch.dtype) -> None:
     check(load(TARGET, dtype=target), load(DRAFT, dtype=draft))
-
-
-@pytest.mark.parametrize(("target", "draft"), [*deep(("sdpa", "eager")), ("eager", "sdpa")])
-def test_any_attention(target: str, draft: str) -> None:
-    check(load(TARGET, attn_implementation=target), load(DRAFT, attn_implementation=draft))
-
-
-def test_models_under_the_hooks_of_accelerate() -> None:
-    check(load(TARGET, device_map={"": "cpu"}), load(DRAFT, device_map={"": "cpu"}))
 
 
 def places(xt: XTokAssisted) -> list[tuple[str, torch.dtype]]:
@@ -189,13 +180,6 @@ def test_models_whose_weights_lie_on_the_disk(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_target_of_which_a_part_fits_the_memory(tmp_path: Path) -> None:
     check(load(TARGET, device_map="auto", max_memory={"cpu": "20MB"}, offload_folder=tmp_path), load(DRAFT), length=8)
-
-
-def test_models_whose_weights_are_fetched_for_each_forward() -> None:
-    target, draft = load(TARGET), load(DRAFT)
-    for model, _ in (target, draft):
-        cpu_offload(model, torch.device("cpu"))
-    check(target, draft, length=8)
 
 
 @pytest.mark.deep
