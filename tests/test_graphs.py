@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 from rows import VOCABULARY, Held, Sharing, ask_one_more, filled
 from transformers import LogitsProcessorList
-from worlds import ARCHITECTURES, examples, fitting, make_target_expensive, model
+from worlds import ARCHITECTURES, deep, examples, fitting, make_target_expensive, model
 
 import xtok.models.graphs
 from xtok import Budget, Engine, XTokAssisted
@@ -87,7 +87,7 @@ TREE = Budget(4, width=4, schedule="constant")
 
 
 @pytest.mark.parametrize(
-    ("way", "drafted", "stable"), [("penalty", True, False), ("sampled", True, True), ("greedy", False, True)]
+    ("way", "drafted", "stable"), [("penalty", True, False), ("sampled", True, True), *deep(("greedy", False, True))]
 )
 def test_texts_of_captured_forwards_are_those_of_others(replays: list[int], way: str, drafted: bool, stable: bool) -> None:
     """Alone, in lists, streamed and in an engine; the second call replays what the first one captured."""
