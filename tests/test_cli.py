@@ -349,14 +349,13 @@ def test_a_window_is_named_only_if_the_draft_sees_less_than_the_target() -> None
         fit(tokens, tokens, [""])
 
 
-def test_progress_in_a_pipe_begins_when_there_is_some(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_in_a_pipe_says_what_begins_and_then_what_is_done(capsys: pytest.CaptureFixture[str]) -> None:
     """Found by a review: a count of nothing was shown as progress, again and again."""
     with advanced("texts", 20) as advance:
         for count in (0, 0, 1, 0, 1):
             advance(count)
-    assert re.fullmatch(
-        r"texts: 1 of 20, about 0:00:\d\d left\ntexts: 2 of 20, about 0:00:\d\d left\n", capsys.readouterr().err
-    )
+    lines = r"texts …\ntexts: 1 of 20, about 0:00:\d\d left\ntexts: 2 of 20, about 0:00:\d\d left\n"
+    assert re.fullmatch(lines, capsys.readouterr().err)
 
 
 def test_warnings_are_lines_like_errors() -> None:

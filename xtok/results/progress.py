@@ -23,10 +23,11 @@ def bar(items: Sequence[Item], what: str) -> Iterable[Item]:
 
 @contextmanager
 def advanced(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar with the time left, and a function that advances it by a count; in a pipe or a file, lines: the first after the
-    first count, then one after each tenth.
+    """A bar with the time left, and a function that advances it by a count; in a pipe or a file, lines: at the start, after the
+    first count, and after each tenth.
     """
     if not sys.stderr.isatty():
+        print(f"{what} …", file=sys.stderr, flush=True)
         yield _by_tenths(what, total)
         return
     with Progress(console=Console(stderr=True), transient=True) as progress:
