@@ -408,6 +408,7 @@ def rendered(template: str, *messages: tuple[str, str] | dict[str, Any], **more:
 SYSTEMS = ("system", "猫"), ("user", "a"), ("developer", "犬"), ("user", "b")
 MERGED = "system:猫\n\n犬\nuser:a\nuser:b\n"
 CALL_OF: Any = {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": '{"b": 1}'}}] * 2}
+THOUGHT = {**CALL_OF, "content": "b", "reasoning_content": "c"}
 NO_OBJECT: Any = {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "no JSON"}}]}
 ONE_CALL, NO_BOTH, WRITTEN_OUT = (
     f"{{% for m in messages %}}{turn}{TURN}{{% endfor %}}"
@@ -417,12 +418,9 @@ ONE_CALL, NO_BOTH, WRITTEN_OUT = (
         "{% for c in m.tool_calls or [] %}{{ '[' + c.function.arguments + ']' }}{% endfor %}",
     )
 )
-CALLED: Any = {
-    "role": "assistant",
-    "content": None,
-    "reasoning_content": "見る",
-    "tool_calls": [{"id": "a", "type": "function", "function": {"name": "weather", "arguments": '{"city": "京都"}'}}],
-}
+WEATHER_CALL = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": '{"city": "京都"}'}}
+CALLED: Any = {"role": "assistant", "content": None, "reasoning_content": "見る", "tool_calls": [WEATHER_CALL]}
+LONG = "5" + "b" * 40
 RESULT = {"role": "tool", "tool_call_id": "a", "content": "晴れ"}
 RENDERED: dict[str, list[tuple[str, tuple[Any, ...], dict[str, Any], str]]] = {
     "developers are systems unless the template has them": [
@@ -448,13 +446,8 @@ RENDERED: dict[str, list[tuple[str, tuple[Any, ...], dict[str, Any], str]]] = {
             "weather 天気 user:天気は\nassistant:<think>見る</think><tool_call>weather 京都</tool_call>\ntool:晴れ\nassistant:",
         ),
         (ONE_CALL, (("user", "a"), CALL_OF), {}, "user:a\nassistant:\nassistant:\n"),
-        *(
-            (template, (("user", "a"), {**CALL_OF, "content": "b", "reasoning_content": "c"}), {}, seen)
-            for template, seen in (
-                (NO_BOTH, "user:a\nassistant:b\n"),
-                (WRITTEN_OUT, 'user:a\n[{"b": 1}][{"b": 1}]assistant:b\n'),
-            )
-        ),
+        (NO_BOTH, (("user", "a"), THOUGHT), {}, "user:a\nassistant:b\n"),
+        (WRITTEN_OUT, (("user", "a"), THOUGHT), {}, 'user:a\n[{"b": 1}][{"b": 1}]assistant:b\n'),
     ],
     "reasoning effort is the template's switch": [
         (ONE_SYSTEM + source, (("user", "a"),), {"reasoning_effort": effort}, f"user:a\n{seen}")
@@ -469,12 +462,13 @@ RENDERED: dict[str, list[tuple[str, tuple[Any, ...], dict[str, Any], str]]] = {
         (KNOWN + "{{ tools | length }}", (("user", "a"),), {"tools": TOOLS}, f"user:a\n{len(TOOLS)}")
     ],
     "contents of which a template cuts one end are not ignored": [
-        (f"{{% for m in messages %}}{{{{ {cut} }}}}{{% endfor %}}", (("user", "a"), ("tool", "5|" + "b" * 40)), {}, seen)
-        for cut, seen in (
-            ("m.content[:20]", "a5|" + "b" * 18),
-            ("m.content[-20:]", "a" + "b" * 20),
-            ("m.content.split('|')[0]", "a5"),
+        (
+            f"{{% for m in messages %}}{{{{ m.content[{cut}] }}}}{{% endfor %}}",
+            (("user", "a"), ("tool", "5" + "b" * 40)),
+            {},
+            seen,
         )
+        for cut, seen in ((":20", "a5" + "b" * 19), ("-20:", "a" + "b" * 20))
     ],
 }
 """What was lost without a word, refused in the next turn, or ended in a raw error, here or in other servers."""
