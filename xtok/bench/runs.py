@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
+from itertools import zip_longest
 from math import inf
 from statistics import median
 from typing import Any, NamedTuple
@@ -16,8 +17,9 @@ from xtok.assisted import XTokAssisted
 from xtok.errors import InvalidInputError
 from xtok.models.prompts import Prompt, prompt_ids
 from xtok.models.timing import timed
-from xtok.results.generation import Stats
+from xtok.results.generation import Generation, Stats
 from xtok.results.progress import bar
+from xtok.serving.engine import Engine
 
 ALONE, NONE, XTOK = "target alone", "xtok, no draft", "xtok"
 _LEAST = 3
@@ -98,13 +100,40 @@ def by_transformers(
 
 
 def by_xtok(xt: XTokAssisted, texts: Sequence[Prompt], *, size: int = 1, seed: int = 0, **arguments: Any) -> Written:
-    seeded: dict[str, Any] = {"seed": seed} if arguments["do_sample"] else {}
+    """Texts by xtok's `generate`."""
     with timed() as span:
-        made = xt.generate(list(texts), batch_size=size, progress=False, **seeded, **arguments)
+        made = xt.generate(list(texts), batch_size=size, progress=False, **_seeded(seed, arguments))
+    return _written(made, span.seconds)
+
+
+def by_engine(xt: XTokAssisted, texts: Sequence[Prompt], *, size: int = 1, seed: int = 0, **arguments: Any) -> Written:
+    """Texts by an engine to which all are submitted at once."""
+    with timed() as span, Engine(xt, batch_size=size) as engine:
+        tickets = [engine.submit(text, **_seeded(seed, arguments)) for text in texts]
+        made = [ticket.result() for ticket in tickets]
+    return _written(made, span.seconds)
+
+
+def _seeded(seed: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    return arguments | ({"seed": seed} if arguments["do_sample"] else {})
+
+
+def _written(made: Sequence[Generation], seconds: float) -> Written:
     stats = [one.stats for one in made]
     forwards = sum(one.target_forwards for one in stats), sum(one.draft_forwards for one in stats)
     rounds = [Counted(one.proposed, one.accepted) for text in made for one in text.rounds if one.proposed]
-    return Written([one.token_ids for one in made], span.seconds, *forwards, stats, rounds)
+    return Written([one.token_ids for one in made], seconds, *forwards, stats, rounds)
+
+
+def first_difference(own: Sequence[int], other: Sequence[int]) -> tuple[int, int | None, int | None] | None:
+    """The first position at which two texts differ, and both ids, None where a text has ended; None if all are equal."""
+    return next(((i, mine, theirs) for i, (mine, theirs) in enumerate(zip_longest(own, other)) if mine != theirs), None)
+
+
+def check_prompts(prompts: Sequence[Prompt]) -> None:
+    """Raises `InvalidInputError` if there are none."""
+    if not prompts:
+        raise InvalidInputError("There are no prompts. Give a file with one prompt per line.")
 
 
 @contextmanager

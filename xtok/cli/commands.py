@@ -15,6 +15,7 @@ from xtok.cli.generate import generate
 from xtok.cli.inspect import inspect
 from xtok.cli.serve import serve
 from xtok.cli.train import train_heads, tune_draft
+from xtok.cli.verify import verify
 
 app = typer.Typer(
     help="Lossless speculative decoding for transformers, with any draft model, even one with another tokenizer.",
@@ -55,5 +56,5 @@ def demo() -> None:
         raise typer.Exit(1)
 
 
-for command in (generate, serve, inspect, bench, demo, tune_draft, train_heads):
+for command in (generate, serve, inspect, verify, bench, demo, tune_draft, train_heads):
     app.command()(command)

@@ -148,8 +148,10 @@ class Models(NamedTuple):
         return big, next(iter(drafts.values()))
 
 
-def on_the_command_line(command: Callable[..., None]) -> Callable[..., None]:
-    """A command that reports errors of the user. A parameter whose type is a NamedTuple of options stands for those options."""
+def on_the_command_line(command: Callable[..., None], code: int = 1) -> Callable[..., None]:
+    """A command that reports errors of the user, and then exits with `code`. A parameter whose type is a NamedTuple of options
+    stands for those options.
+    """
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {name: kind for name, kind in hints.items() if hasattr(kind, "_field_defaults")}
     options = list[Parameter]()
@@ -163,7 +165,7 @@ def on_the_command_line(command: Callable[..., None]) -> Callable[..., None]:
     def run(**given: Any) -> None:
         for name, kind in groups.items():
             given[name] = kind(**{field: given.pop(field) for field in kind._fields})
-        with _reporting():
+        with _reporting(code):
             command(**given)
 
     described: Any = run
@@ -173,7 +175,7 @@ def on_the_command_line(command: Callable[..., None]) -> Callable[..., None]:
 
 
 @contextmanager
-def _reporting() -> Iterator[None]:
+def _reporting(code: int) -> Iterator[None]:
     """Shows loading progress on terminals only. Reports in one line the errors that the user can fix; other errors are bugs
     of xtok and keep their tracebacks.
     """
@@ -192,7 +194,7 @@ def _reporting() -> Iterator[None]:
     except (XTokError, OSError) as error:
         message = " ".join(str(error).split()) if isinstance(error, XTokError) else reason(error)
         typer.echo(f"xtok: {message}", err=True)
-        raise typer.Exit(1) from error
+        raise typer.Exit(code) from error
     finally:
         warnings.showwarning = show
 

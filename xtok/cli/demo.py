@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from xtok.assisted import XTokAssisted
 from xtok.bench.rows import Column, print_tables
-from xtok.bench.runs import Written, by_transformers
+from xtok.bench.runs import Written, by_transformers, first_difference
 from xtok.drafts.heads import HeadsDrafter
 from xtok.drafts.policy.settings import Budget
 from xtok.errors import InvalidInputError
@@ -158,10 +158,10 @@ def verdict(alone: Generation, drafted: list[int], truth: list[int]) -> tuple[bo
     """Whether the ids of a text are as promised, compared with each other and with transformers', and a sentence about it."""
     if alone.token_ids != drafted:
         return False, "identical to the target alone: NO"
-    first = next((i for i, (own, other) in enumerate(zip(drafted, truth, strict=False)) if own != other), None)
-    if first is None and drafted == truth:
+    if (difference := first_difference(drafted, truth)) is None:
         return True, "identical to the target alone: yes"
-    ties = [tie for tie in alone.stats.near_ties or () if first is not None and tie.position <= first]
+    first = difference[0]
+    ties = [tie for tie in alone.stats.near_ties or () if tie.position <= first]
     if not ties:
         return False, "identical to transformers' own generate: NO"
     return True, (
