@@ -23,9 +23,8 @@ from xtok.align.fit import fit
 from xtok.cli import commands as cli
 from xtok.cli import demo
 from xtok.cli.console import STDIN, as_json, read_text
-from xtok.decoding.pick import NearTie
 from xtok.errors import InvalidInputError
-from xtok.pair import HEADS, TARGET, prompts
+from xtok.pair import DRAFT, HEADS, TARGET, prompts
 from xtok.results.progress import advanced
 
 loaded_once = models_are_loaded_once
@@ -232,30 +231,35 @@ def test_a_fault_of_xtok_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) ->
     assert isinstance(result.exception, ZeroDivisionError)
 
 
-def test_the_demo_shows_each_text_twice_with_the_real_pair_and_with_the_bundled_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("large", [False, True])
+def test_the_demo_shows_each_text_twice_with_a_chat_model_and_with_another_pair(
+    large: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its stand-in for the real pair has no fixed shapes to differ from those of transformers, being in float32."""
+    """The target that ships stands in for both real ones."""
     prompt = next(iter(demo.SAMPLES))
     with_template(tmp_path, "{% for m in messages %}「{{ m['content'] }}」{% endfor %}")
     heads = tmp_path / "heads.safetensors"
     with safe_open(HEADS, framework="pt") as kept:
         known = json.loads(kept.metadata()["xtok"]) | {"target": tmp_path.name}
     save_file(load_file(HEADS), heads, metadata={"xtok": json.dumps(known)})
-    monkeypatch.setattr(demo, "pair", lambda _: SimpleNamespace(target=tmp_path, heads=heads))
+    found = SimpleNamespace(target=tmp_path, heads=heads, draft=DRAFT, is_here=large)
+    monkeypatch.setattr(demo, "pair", lambda _: found)
     monkeypatch.setattr(demo, "QUESTIONS", ("誰か",))
+    monkeypatch.setattr(demo, "IN_TWO_LANGUAGES", ("何か",))
     monkeypatch.setattr(demo, "SAMPLES", {prompt: demo.SAMPLES[prompt]})
-    for asked in (demo.ANSWERED, demo.ARGUMENTS):
+    for asked in (demo.ANSWERED, demo.SHORTER, demo.CONTINUED):
         monkeypatch.setitem(asked, "max_new_tokens", 4)
-    monkeypatch.setattr(demo, "PRECISION", torch.float32)  # without near-ties
     printed, _ = run("demo")
-    answer = XTokAssisted(tmp_path).generate([{"role": "user", "content": "誰か"}], **demo.ANSWERED).text
-    first, _, second = printed.partition("2. Japanese")
-    assert first.count(answer) == 2
-    assert second.count(prompt) == 1 and demo.SAMPLES[prompt] in second
-    assert second.count(XTokAssisted(TARGET).generate(prompt, **demo.ARGUMENTS).text) == 2
+    first, _, second = printed.partition("\n2. ")
+    xt = XTokAssisted(tmp_path)
+    assert first.count(xt.generate([{"role": "user", "content": "誰か"}], **demo.ANSWERED).text) == 2
+    if large:
+        assert second.count(xt.generate([{"role": "user", "content": "何か"}], **demo.SHORTER).text) == 2
+    else:
+        assert second.count(prompt) == 1 and demo.SAMPLES[prompt] in second and "--pair qwen" in second
+        assert second.count(XTokAssisted(TARGET).generate(prompt, **demo.CONTINUED).text) == 2
     assert "xtok generate" in second and "\x1b" not in printed and "\r" not in printed
-    assert printed.count("identical to the target alone: yes\n") == 2
+    assert printed.count("identical to the target alone, and to model.generate: yes\n") == 2
     assert len(re.findall(r"│ yes +│", printed)) == 2
 
 
@@ -264,20 +268,28 @@ def test_the_demo_leaves_out_what_cannot_be_fetched_and_fails_aloud(monkeypatch:
         raise InvalidInputError("SmolLM2 can't be fetched: there is no network.")
 
     monkeypatch.setattr("xtok.pair.Pair.target", property(unavailable))
+    monkeypatch.setattr("xtok.pair.Pair.is_here", False)
     monkeypatch.setattr(demo, "SAMPLES", {})
     assert "It is left out: SmolLM2 can't be fetched: there is no network." in run("demo")[0]
     monkeypatch.setattr(demo, "demonstrate", lambda: False)
     run("demo", code=1)
 
 
-def test_the_demo_names_the_near_tie_after_which_transformers_goes_on_otherwise() -> None:
-    ties = SimpleNamespace(near_ties=(NearTie(1, 0.5), NearTie(2, 0.06), NearTie(5, 0.1)))
-    alone: Any = SimpleNamespace(token_ids=[1, 2, 3, 4], stats=ties)
-    same, said = demo.verdict(alone, [1, 2, 3, 4], [1, 2, 3, 9])
-    assert same and said.startswith("identical to the target alone: yes. transformers' own generate differs from token 3 on")
-    assert "at token 2 the two best were 0.06 logits apart" in said
-    assert demo.verdict(alone, [1, 2, 3, 4], [9, 2, 3, 4]) == (False, "identical to transformers' own generate: NO")
-    assert demo.verdict(alone, [1, 2, 3, 5], [1, 2, 3, 4]) == (False, "identical to the target alone: NO")
+def test_the_demo_names_the_near_tie_after_which_transformers_goes_on_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    xt = XTokAssisted(TARGET)
+    half = xt.model.__class__.from_pretrained(TARGET, dtype=torch.bfloat16)
+    models = demo.Models("", (half, xt.tokenizer), xt, xt)
+    own = xt.generate(prompts()[0], max_new_tokens=4, do_sample=False).token_ids
+    for gap, same in ((0.01, True), (9.0, False), (None, False)):
+        monkeypatch.setattr(demo, "logit_gap", lambda *_, gap=gap: gap)
+        found, said = demo.verdict(models, prompts()[0], own, own, [*own[:3], own[3] + 1])
+        assert found == same
+        assert ("from token 4 on: the two best were 0.01 logits apart there" in said) == same
+    assert demo.verdict(models, prompts()[0], own, own, own) == (
+        True,
+        "identical to the target alone, and to model.generate: yes",
+    )
+    assert demo.verdict(models, prompts()[0], own, own[:3], own) == (False, "identical to the target alone: NO")
 
 
 def test_generate_shows_who_guessed_what_and_json_holds_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

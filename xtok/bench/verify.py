@@ -165,12 +165,12 @@ def _differences(
         for prompt, own, other in zip(prompts, run.ids, runs[reference].ids, strict=True):
             if (found := first_difference(own, other)) is not None:
                 position, *ids = found
-                margin = None if setting != GREEDY.title else _margin(target, prompt, own[:position], *ids)
+                margin = None if setting != GREEDY.title else logit_gap(target, prompt, own[:position], *ids)
                 near_tie = margin is not None and margin <= tolerance
                 yield Difference(setting, way, reference, prompt, *found, margin, near_tie)
 
 
-def _margin(target: tuple[Any, Any], prompt: Prompt, before: list[int], own: int | None, other: int | None) -> float | None:
+def logit_gap(target: tuple[Any, Any], prompt: Prompt, before: list[int], own: int | None, other: int | None) -> float | None:
     """By how much `model.generate`'s scores of two next ids differ, if it reads the prompt and the ids `before` at once."""
     if own is None or other is None:
         return None

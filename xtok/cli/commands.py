@@ -49,7 +49,7 @@ def _common(
 
 @on_the_command_line
 def demo() -> None:
-    """Answer questions with SmolLM2 (downloaded once, 93 MB) and continue Japanese texts, beside the target alone."""
+    """Answer questions with SmolLM2 (downloaded once, 93 MB) and with Qwen if it is in the cache, beside the target alone."""
     from xtok.cli.demo import demonstrate
 
     if not demonstrate():

