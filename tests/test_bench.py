@@ -11,18 +11,17 @@ from typing import Any
 import pytest
 import torch
 from commands import run
+from enlarged import enlarged
 from hypothesis import given
 from hypothesis import strategies as st
-from worlds import ARCHITECTURES, deep, examples, fitting, model, tokenizer
+from worlds import deep, examples, fitting, model, tokenizer
 
 from xtok import pair
 from xtok.bench.compare import DRAFT, HEADS, HEADS_ALONE, LOOKUP, NO_MODEL, THEIR_LOOKUP, UAG, compare, measure, rows_of
 from xtok.bench.runs import ALONE, NONE, SETTINGS, XTOK, Counted, Runs, Written, write_in_turns
 from xtok.bench.spec import kind_rows
-from xtok.bench.stretch import blocks_of, sized, stretch
 from xtok.bench.verdict import Timed, Verdict, verdict
 from xtok.cli import inspect
-from xtok.errors import UnsupportedModelError
 
 WAYS = [ALONE, NONE, LOOKUP, NO_MODEL, XTOK, DRAFT]
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
@@ -78,7 +77,6 @@ def test_without_a_draft_model_what_needs_none_is_measured(tmp_path: Path) -> No
     printed, _ = run(*asked, "--target", str(tmp_path / "target"))
     assert all(name in printed for name in (LOOKUP, NO_MODEL, THEIR_LOOKUP, "tokens/s", "where the time goes"))
     assert "UAG," not in printed
-    assert "--large has no effect without a draft model" in run("bench", "--draft", "lookup", "--large", code=1)[1]
 
 
 @pytest.mark.parametrize(("setting", "batch"), [("penalty", 2), ("sampled", 1)])
@@ -158,38 +156,14 @@ def test_a_bench_that_makes_no_sense_is_refused(asked: list[str], words: str, co
     assert words in "".join(run("bench", *asked, code=code))
 
 
-@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
-@examples(10)
-@given(ids=st.lists(st.integers(0, 39), min_size=1, max_size=12), blocks=st.integers(0, 3), seed=st.integers(0, 2))
-def test_a_stretched_model_has_the_logits_of_the_small_one(architecture: str, ids: list[int], blocks: int, seed: int) -> None:
-    small = model(architecture, 40, seed, torch.float32)
-    big = stretch(small, blocks, width=96)
-    tokens = torch.tensor([ids])
-    assert torch.equal(big(tokens).logits, small(tokens).logits)
-    added = [weight for block in blocks_of(big)[len(blocks_of(small)) :] for weight in block.parameters() if weight.dim() > 1]
-    assert len(added) >= 3 * blocks
-    assert sum(bool(weight.any()) for weight in added) >= blocks * 2
-    assert big.num_parameters() > small.num_parameters() or not blocks
-
-
 @pytest.mark.parametrize("architecture", ["Llama", "GPTNeoX"])
-def test_a_model_is_enlarged_to_a_number_of_parameters(architecture: str) -> None:
-    big = sized(model(architecture, 40, 0, torch.float32), 2e6, 5)
-    assert big.num_parameters() == pytest.approx(2e6, rel=0.01)
-    assert len(blocks_of(big)) == 5
-
-
-def test_models_that_can_not_be_enlarged_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    unknown = deepcopy(model("Llama", 40, 0, torch.float32))
-    unknown.config.num_hidden_layers += 1
-    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM"):
-        stretch(unknown, 1, 96)
-
-    def full(*_: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr("xtok.bench.stretch.stretch", full)
-    assert "don't fit the GPU" in run("bench", "--large", code=1)[1]
+@examples(8)
+@given(ids=st.lists(st.integers(0, 39), min_size=1, max_size=12), seed=st.integers(0, 2))
+def test_an_enlarged_model_has_the_logits_of_the_small_one(architecture: str, ids: list[int], seed: int) -> None:
+    small = model(architecture, 40, seed, torch.float32)
+    big = enlarged(small, width=96, blocks=5)
+    assert torch.equal(big(torch.tensor([ids])).logits, small(torch.tensor([ids])).logits)
+    assert big.num_parameters() > 2 * small.num_parameters()
 
 
 def test_questions_of_a_file_have_rows_of_systems_also_with_heads(folder: Path, tmp_path: Path) -> None:

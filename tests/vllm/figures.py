@@ -6,7 +6,6 @@ same prompts. Tokens per step with guesses are by vLLM's own counters.
 """
 
 from collections.abc import Iterator, Sequence
-from copy import deepcopy
 from importlib.util import find_spec
 from itertools import islice, product
 from pathlib import Path
@@ -15,7 +14,7 @@ from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any, NamedTuple
 
-import torch
+from enlarged import enlarged
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm import LLM, SamplingParams
 
@@ -119,24 +118,10 @@ def lines(found: dict[str, list[Turn]], setting: str, running: int) -> Iterator[
         yield f"| {setting} | {running} | {way} | {rate:.1f} | {ratio:.2f} | {per_step:.2f} | {length:.2f} |"
 
 
-@torch.no_grad()
-def enlarged(model: Any) -> Any:
-    """A Llama with wider MLPs and more blocks, and the same logits: what is added writes zeros to the residual stream."""
-    config = deepcopy(model.config)
-    config.intermediate_size, config.num_hidden_layers = WIDTH, BLOCKS
-    made, own = AutoModelForCausalLM.from_config(config, dtype=model.dtype), dict(model.named_parameters())
-    for name, weight in made.named_parameters():
-        if name.split(".")[-2] in ("o_proj", "down_proj"):
-            weight.zero_()
-        if name in own:
-            weight[tuple(slice(size) for size in own[name].shape)] = own[name]
-    return made
-
-
 def aozora(folder: Path) -> tuple[Path, Path, list[str]]:
     """The bundled target, enlarged and saved in a folder, its draft, and prompts."""
     target, tokenizer = AutoModelForCausalLM.from_pretrained(TARGET), AutoTokenizer.from_pretrained(TARGET)
-    for part in (enlarged(target), tokenizer):
+    for part in (enlarged(target, WIDTH, BLOCKS), tokenizer):
         part.save_pretrained(folder / "target")
     return folder / "target", DRAFT, prompts()
 

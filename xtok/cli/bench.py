@@ -73,9 +73,6 @@ def bench(
         typer.Option(min=1, help="How many tokens to write after each prompt.", show_default="64; for spec, 128"),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="How many texts to write at a time.")] = 1,
-    large: Annotated[
-        bool, typer.Option("--large", help="Enlarge both models to the sizes of llm-jp-13B and open-calm-small: 27 GB.")
-    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Measure on your machine: the target alone, transformers' assisted generation and xtok, in turns on the same prompts."""
@@ -93,7 +90,7 @@ def bench(
     questions = _questions(models, asked, file, kind or ())[:limit]
     if asked and limit is None and file is None:
         questions = questions[: len({one.kind for one in questions})]
-    target, small = _loaded(models, draft, large)
+    target, small = _loaded(models, draft)
     prompts: Sequence[Any] = [one.turns[0] for one in questions]
     if asked or (file is None and models.pair and models.pair.chats):
         prompts = spec.as_chats(target[1], prompts)
@@ -103,7 +100,7 @@ def bench(
     length = max_new_tokens or (128 if asked else 64)
     shape: dict[str, Any] = {"heads": None if heads is None else HeadsDrafter(heads), "max_new_tokens": length, "batch": batch}
     shape |= {"lengths": ()} if asked else {}
-    if target[0].device.type == "cpu" and not (large or multiplies_half()):  # elsewhere, xtok loads as transformers does
+    if target[0].device.type == "cpu" and not multiplies_half():  # elsewhere, xtok loads as transformers does
         shape["ours"] = _loaded_by_xtok(models, draft, with_draft=small is not None)
     if turns > 1:
         answering = XTokAssisted(shape["ours"][0] if "ours" in shape else target)
@@ -135,23 +132,11 @@ def _questions(models: Models, asked: Asked | None, file: Path | None, kinds: Se
     return [spec.Question("held out", (text,)) for text in found.prompts[:: HELD_OUT if found.name == "aozora" else 1]]
 
 
-def _loaded(models: Models, draft: str | None, large: bool) -> tuple[Any, Any]:
+def _loaded(models: Models, draft: str | None) -> tuple[Any, Any]:
     """Target and draft, each with its tokenizer; no draft if none is given and there is none for the target."""
-    if _needs_no_model(models, draft):
-        if large:
-            raise InvalidInputError("--large has no effect without a draft model. Give one as --draft.")
+    if draft == "lookup" or (draft is None and (models.pair is None or models.pair.draft is None)):
         return models.load()[0], None
-    big: Any
-    (big, tokens), (small, pieces) = models.load_pair(draft)
-    if large:
-        from xtok.bench.stretch import LARGE, SMALL, sized
-
-        big, small = sized(big, *LARGE), sized(small, *SMALL)
-    return (big, tokens), (small, pieces)
-
-
-def _needs_no_model(models: Models, draft: str | None) -> bool:
-    return draft == "lookup" or (draft is None and (models.pair is None or models.pair.draft is None))
+    return models.load_pair(draft)
 
 
 def _loaded_by_xtok(models: Models, draft: str | None, *, with_draft: bool) -> tuple[Any, Any]:
