@@ -2,7 +2,6 @@
 
 import pickle
 from collections.abc import Sequence
-from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -16,7 +15,7 @@ from xtok import Budget, Context, PromptLookup, XTokAssisted
 from xtok.align.encoding import encoder
 from xtok.align.tokenbytes import token_bytes
 from xtok.drafts.corpus import Corpus, Repeats, TextMemory
-from xtok.drafts.lookup import Belief, Lookup
+from xtok.drafts.lookup import Lookup
 from xtok.errors import InvalidInputError
 
 WORDS = tokenizer("byte-level BPE")
@@ -137,16 +136,6 @@ def test_a_lookup_learns_how_far_it_is_to_be_believed() -> None:
     random = Random(0)
     assert first_mass([4, 5, 6, 7] * 30) > 0.9
     assert first_mass([random.randrange(4, 7) for _ in range(400)]) < 0.5
-
-
-@given(st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=5), st.integers(1, 9), st.lists(st.integers(0, 2)))))
-def test_probabilities_fall_along_a_continuation(history: list[tuple[list[int], int, list[int]]]) -> None:
-    belief = Belief()
-    for ids, agreeing, new in history:
-        belief.given = ids, agreeing
-        belief.learn(new)
-        probabilities = [*belief.probabilities(agreeing, 9)]
-        assert all(1 >= probability >= later > 0 for probability, later in pairwise(probabilities))
 
 
 def test_a_corpus_may_be_given_as_a_generator() -> None:

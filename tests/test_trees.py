@@ -1,7 +1,6 @@
 """Trees of guesses: which models take them, what is merged into them, and how deep and wide they pay to be."""
 
 from copy import deepcopy
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from worlds import TREE, fitting, tokenizer
 from xtok import Budget, Tree, XTokAssisted
 from xtok.drafts.growth import IdPath, grown
 from xtok.drafts.growth import tree_of as grown_tree
-from xtok.drafts.tree import CARRIED, Trie
+from xtok.drafts.tree import Trie
 from xtok.models.capabilities import traits
 from xtok.models.forwards import Steps, run_lockstep
 
@@ -142,15 +141,6 @@ def test_a_grown_tree_holds_the_most_likely_guesses(data: st.DataObject, budget:
     assert len(tree) == len(kept) == min(budget.nodes, len(expected))
     assert kept == {path: expected[path] for path in kept}
     assert min(kept.values(), default=2) >= max((one for path, one in expected.items() if path not in kept), default=0)
-
-
-@given(guesses=guesses, first=st.integers(0, 4), says=st.booleans())
-def test_a_tree_after_a_token_has_its_paths_after_that(guesses: list[tuple[list[int], float]], first: int, says: bool) -> None:
-    tree = tree_of(guesses)
-    tree = tree if says else replace(tree, probabilities=())
-    after = tree.prefixed(first)
-    assert paths_of(after) == [(first,), *((first, *path) for path in paths_of(tree))]
-    assert after.probabilities == ((CARRIED, *(CARRIED * one for one in tree.probabilities)) if says or not tree else ())
 
 
 @given(

@@ -24,6 +24,8 @@ _LOSS = 2.0
 """How many tokens a draft may lose before it is paused. Of those that it gained, at most twice as many count."""
 _FEW = 64
 """A draft's forward pass with more rows per sequence than this reads a prompt, and says nothing about a usual round."""
+_DOUBT = 1.4
+"""How many times its cost a level must be expected to gain: the option that looks best is so partly by luck."""
 _MANY = 8
 """In batches of so many sequences on a CPU, guesses gained nothing in any measurement: further rows take as long as others."""
 WITHOUT_A_MODEL = 0.01
@@ -220,7 +222,8 @@ class Policy:
 
         Each draft that was asked is judged by the picks that it gained, less those that its time was worth: its own, and its
         share, by its nodes, of what rows added to the target's forward pass. A gain is the mean of how many ids were right and
-        how many were expected to be: expectations vary less than results, so that fewer rounds are needed.
+        how many were expected to be: expectations vary less than results, so that fewer rounds are needed. In a trial, only
+        results count.
         """
         with self.lock:
             for draft in {id(draft): draft for one in outcomes for draft in one.drafts or self.drafts}.values():
@@ -239,7 +242,8 @@ class Policy:
             price = (self.seconds(count, rows) / plain - 1) / max(1, sum(each.nodes for _, each in asked))
             gained = dict[int, float]()
             for (draft, each), cost in zip(asked, costs, strict=True):
-                gain = (each.right + each.expected) / 2 / count - cost / plain - price * each.nodes
+                gain = each.right if draft.trial else (each.right + each.expected) / 2
+                gain = gain / count - cost / plain - price * each.nodes
                 gained[id(draft)] = gained.get(id(draft), 0.0) + gain
             paused = max(1, sum(draft.pause > 0 for draft in self.drafts))
             for draft in {id(draft): draft for draft, _ in asked}.values():
@@ -278,7 +282,7 @@ class Pays:
             gains = list(accumulate(self.draft.believed(one) * _ONWARD - row for one in probabilities))
 
             def worth(count: int) -> float:
-                return gains[count - 1] - rate * self.draft.forward.at(count * many) * self.sequences / many
+                return gains[count - 1] - _DOUBT * rate * self.draft.forward.at(count * many) * self.sequences / many
 
             best = max(range(1, len(gains) + 1), key=worth)
             return best if worth(best) > 0 else 0
