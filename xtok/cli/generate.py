@@ -38,7 +38,7 @@ def generate(
         typer.Option(
             "--chat/--no-chat",
             help="Send each prompt as a user's message, in the target's chat template.",
-            show_default="--chat for --pair smollm2, else --no-chat",
+            show_default="--chat for --pair smollm2 and qwen, else --no-chat",
         ),
     ] = None,
     system: Annotated[str | None, typer.Option(help="The chat's system message.", show_default=False)] = None,
