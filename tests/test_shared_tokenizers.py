@@ -1,7 +1,10 @@
 """Real tokenizers on real text: each of them, and every ordered pair. Skipped if the folder of files is missing."""
 
 import re
+from collections.abc import Sequence
 from copy import copy
+from dataclasses import dataclass
+from functools import cache
 from itertools import permutations
 from typing import Any
 
@@ -11,10 +14,10 @@ import transformers
 from packaging.version import Version
 from real_tokenizers import BESIDE, FILES, TEXTS, TOKENIZERS, is_there, reading, real, sample, view
 from tokenizer_losses import files, table, table_of
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList
 from worlds import TREE_3, alone, deep, model, mostly_deep
 
-from xtok import Budget, XTokAssisted
+from xtok import Budget, Context, Tree, XTokAssisted, chain
 from xtok.align.continuation import Continuation, Reencoder
 from xtok.errors import PromptWarning
 from xtok.models.prompts import prompt_ids
@@ -25,6 +28,8 @@ if Version(transformers.__version__) < Version("5.19"):
     pytest.skip("before 5.19, transformers drops spaces of some gguf files", allow_module_level=True)
 
 NAMES = list(TOKENIZERS)
+ENGLISH = {"bge (gguf)", "sentencepiece-test (English)"}
+"""Those that can't write Japanese, and write English with spaces around its signs, or without some of them."""
 
 
 def test_every_file_of_the_folder_is_tried() -> None:
@@ -93,8 +98,82 @@ def test_re_encoding_is_canonical(name: str, language: str) -> None:
     assert reencoder.ids == reading(name).ids(text)
 
 
+class Writes(LogitsProcessor):
+    """Lets a model write given ids, but every seventh as it likes."""
+
+    def __init__(self, prompt: int, ids: Sequence[int]) -> None:
+        self._prompt, self._ids = prompt, ids
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        written = input_ids.shape[1] - self._prompt
+        if written < len(self._ids) and written % 7 != 6:
+            scores = scores.clone()
+            scores[:, self._ids[written]] += 1000
+        return scores
+
+
+class Speaker:
+    """Guesses how a text goes on that the target is writing, as the next tokens of some tokenizer."""
+
+    def __init__(self, target: str, prompt: list[int], ids: list[int]) -> None:
+        self.draft = target
+        self._target, self._prompt = target, len(prompt)
+        self._ends = [len(view(target).to_bytes([*prompt, *ids[:done]])) for done in range(len(ids) + 1)]
+        self._text = view(target).to_bytes([*prompt, *ids])
+
+    def propose(self, context: Context, budget: Budget) -> Tree:
+        written = len(context.ids) - self._prompt
+        said = self._said(self._ends[written], budget.depth) if written < len(self._ends) else b""
+        return chain(Continuation(reading(self._target)).ids(context.ids, said))
+
+    def _said(self, offset: int, tokens: int) -> bytes:
+        """As a draft that reads the text so far, up to a character that the target has only started, and goes on."""
+        read = self._text[:offset].decode(errors="ignore")
+        known, whole = (reading(self.draft).ids(text) for text in (read, self._text.decode(errors="ignore")))
+        before, after = (view(self.draft).to_bytes(ids) for ids in (known, whole[: len(known) + tokens]))
+        started = self._text[len(read.encode()) : offset]
+        return after.removeprefix(before + started) if after.startswith(before + started) else b""
+
+
+@dataclass(frozen=True)
+class Written:
+    """A target that writes a text, and what it writes alone."""
+
+    xt: XTokAssisted
+    speaker: Speaker
+    arguments: dict[str, Any]
+    alone: list[int]
+
+
+PROMPT = "Hello 吾輩は"
+
+
 def tiny(name: str, seed: int = 0) -> Any:
     return model("Llama", max(len(view(name)), len(real(name))), seed, torch.float32), real(name)
+
+
+@cache
+def written(target: str, text: str) -> Written:
+    lm, tokens = tiny(target)
+    prompt = prompt_ids(tokens, PROMPT)
+    ids = reading(target).ids_after(text) or reading(target).ids(text)
+    processors = LogitsProcessorList([Writes(len(prompt), ids)])
+    arguments = {"max_new_tokens": len(ids), "do_sample": False, "logits_processor": processors}
+    speaker = Speaker(target, prompt, ids)
+    xt = XTokAssisted((lm, tokens), speaker, budget=Budget(5, width=4, schedule="constant"))
+    return Written(xt, speaker, arguments, alone(lm, prompt, **arguments))
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(("target", "draft"), list(permutations(NAMES, 2)))
+def test_every_pair_generates_what_the_target_alone_generates_in_fewer_forwards(target: str, draft: str) -> None:
+    """The draft speaks the text in its own tokens. Two in five forwards are saved at least, but for what is lost on the way."""
+    english = " ".join(sample(TEXTS["English"], 80).split())[-45:]
+    one = written(target, english if ENGLISH & {target, draft} else sample(TEXTS["Japanese"], 9) + english[-16:])
+    one.speaker.draft = draft
+    generated = one.xt.generate(PROMPT, **one.arguments)
+    assert generated.token_ids == one.alone
+    assert generated.stats.tokens_per_forward > (1.1 if ENGLISH & {target, draft} else 1.7)
 
 
 RING = list(zip(NAMES, [*NAMES[1:], NAMES[0]], strict=True))
@@ -127,11 +206,9 @@ def test_a_pair_of_real_vocabularies_writes_and_draws_what_the_target_does_witho
             assert budget is None or all(one.stats.proposed > 0 for one in found)
 
 
-KEEPS = [name for name in NAMES if "Japanese" not in LOSES.get(name, ())]
-QUICK = ["llm-jp-v2.2", "gpt-neox-20b", "llama2", "starcoder (gguf)"]
-
-
-@pytest.mark.parametrize(("target", "draft"), mostly_deep(permutations(KEEPS, 2), {*permutations(QUICK, 2)}))
+@pytest.mark.parametrize(
+    ("target", "draft"), list(permutations(["llm-jp-v2.2", "gpt-neox-20b", "llama2", "starcoder (gguf)"], 2))
+)
 def test_a_draft_that_speaks_the_targets_text_loses_next_to_nothing_to_boundaries(target: str, draft: str) -> None:
     """Guesses of five draft tokens of the true text, mapped after every target token of it, name the true next id."""
     text = sample("aozora", 300)
