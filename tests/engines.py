@@ -103,5 +103,6 @@ RECURRENT_TARGET = tiny(RECURRENT[0], len(TOKENS)).float()
 
 
 def cache_bytes(engine: Engine) -> int:
-    """What the caches of all sequences take."""
-    return sum(part.numel() * part.element_size() for slots in caches_of(engine) for part in slots.parts)
+    """What the caches of all sequences take, with the prefixes that are kept."""
+    parts = [part for slots in caches_of(engine) for one in (slots, *(slots.prefixes or ())) for part in one.parts]
+    return sum(part.numel() * part.element_size() for part in parts)

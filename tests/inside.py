@@ -5,7 +5,8 @@ from typing import Any
 from xtok import Engine
 from xtok.drafts.corpus import TextMemory
 from xtok.drafts.policy.policy import Policy
-from xtok.models.shared_cache import SharedCache, SharedSlot
+from xtok.models.shared_cache import SharedCache
+from xtok.models.shared_slot import SharedSlot
 
 
 def caches_of(engine: Any) -> list[SharedCache]:
@@ -25,7 +26,7 @@ def is_empty(slots: SharedCache) -> bool:
 
 def used(slots: SharedCache, row: int) -> int:
     """Up to which position a row of a shared cache may hold something."""
-    return slots._used[row]
+    return dict(enumerate(slots._storage._used)).get(row, 0)
 
 
 def captured(slots: SharedCache) -> dict[Any, Any]:

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from worlds import ARCHITECTURES, assert_close, model
 
 from xtok.models.forwards import Answer, ForwardRequest, run_forwards
-from xtok.models.shared_cache import SharedCache, SharedSlot
+from xtok.models.shared_cache import SharedCache
+from xtok.models.shared_slot import SharedSlot
 
 VOCABULARY = 40
 FAULTY = VOCABULARY - 1
@@ -260,7 +261,7 @@ class Sharing(RuleBasedStateMachine):
     @rule(data=st.data())
     def overflow_in_what_is_taken_back(self, data: st.DataObject) -> None:
         held = data.draw(st.sampled_from(self.texts))
-        if not held.slot.moves and held.slot.index not in getattr(self.slots, "_kept", ()):  # which is what another text left
+        if not held.slot.moves:
             poison(self.slots, held.slot.index, held.slot.held)
 
     @invariant()
@@ -278,7 +279,8 @@ class Sharing(RuleBasedStateMachine):
             length = max((one.slot.length for one in self.texts), default=0)
             nodes = max((one.slot.branched for one in self.texts), default=0)
             self.needed = max(self.needed, len(rows_of(self.slots)) * (length + nodes + 1))  # where padding goes
-            assert all(rows * positions <= max(self.room, self.needed) for rows, positions in shapes(self.slots))
+            kept = self.slots.prefixes.positions if self.slots.prefixes is not None else 0
+            assert all(rows * positions + kept <= max(self.room, self.needed) for rows, positions in shapes(self.slots))
 
 
 LM = model("Llama", VOCABULARY, 0, torch.float64)

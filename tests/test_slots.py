@@ -26,7 +26,8 @@ from rows import (
 from worlds import examples, model
 
 from xtok.models.forwards import Answer, ForwardRequest, Steps, run_forwards, run_lockstep
-from xtok.models.shared_cache import SharedCache, SharedSlot
+from xtok.models.shared_cache import SharedCache
+from xtok.models.shared_slot import SharedSlot
 
 Sharing.TestCase.settings = examples(200, stateful_step_count=16)
 TestSharing = Sharing.TestCase

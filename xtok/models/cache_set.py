@@ -9,8 +9,8 @@ from xtok.models.cache import new_cache
 from xtok.models.capabilities import traits
 from xtok.models.forwards import Slot
 from xtok.models.graphs import Graphs, takes_graphs
-from xtok.models.keeping import KeepingCache, KeepingSlot
 from xtok.models.modes import Modes
+from xtok.models.prefixes import Prefixes
 from xtok.models.recurrent import cached_model
 from xtok.models.runner import runner_of
 from xtok.models.shapes import Shapes
@@ -43,8 +43,7 @@ class CacheSet:
         """The cache of a model that sequences can share, another after it was changed. `known`: its traits."""
         cache = self._caches.get(model)
         if cache is None or cache.runner is not runner_of(model):
-            kind = KeepingCache if self.keeps else SharedCache
-            self._caches[model] = kind(
+            cache = self._caches[model] = SharedCache(
                 model,
                 known,
                 hidden_layers=hidden_layers,
@@ -53,7 +52,8 @@ class CacheSet:
                 shapes=shapes,
                 graphs=Graphs() if self._captures and takes_graphs(model) else None,
             )
-        return self._caches[model]
+            cache.prefixes = Prefixes(self._rows) if self.keeps else None
+        return cache
 
     def empty(self) -> None:
         """Make the caches ready for other sequences. Those without graphs are dropped."""
@@ -64,8 +64,8 @@ class CacheSet:
     def forget(self) -> None:
         """Keep nothing of sequences that have ended."""
         for cache in self._caches.values():
-            if isinstance(cache, KeepingCache):
-                cache.forget()
+            if cache.prefixes is not None:
+                cache.prefixes.clear()
 
 
 class CachePool:
@@ -118,9 +118,8 @@ class Slots:
             return cached_model(model, new_cache(model), hidden_layers=hidden_layers, snapshots=_SNAPSHOTS)
         cache = self._caches.of(model, known, hidden_layers=hidden_layers, shapes=shapes)
         slot = cache.join(self._most)
+        slot.adopts = self.adopts
         self._taken.append(slot)
-        if isinstance(slot, KeepingSlot):
-            slot.adopts = self.adopts
         return slot
 
     def leave(self, *, keep: bool = False) -> None:

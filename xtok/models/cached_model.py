@@ -22,7 +22,7 @@ from xtok.models.cache import (
     vocabulary_size,
 )
 from xtok.models.forwards import Answer, ForwardRequest, Slot, wait_for
-from xtok.models.masks import tree_masks
+from xtok.models.masks import NewIds, grown, model_inputs
 from xtok.models.rope import isolated_rope
 from xtok.models.runner import running
 from xtok.models.timing import Cost, timed
@@ -136,11 +136,14 @@ class CachedModel(Slot):
         self._parents += parents
         if self._parents == list(range(-1, earlier + new - 1)):
             return self._forward(inputs, new)  # a chain needs no mask
+        tree = NewIds(held + earlier, held, [0] * new, grown([], self._parents))
         like = torch.empty(0, dtype=self._model.dtype, device=self.device)
-        positions, masks = tree_masks(self._windows, held, self._parents, new, like)
+        seen = model_inputs([tree], new, held + earlier + new, self._windows, like)
         given = inputs.get("position_ids")  # which begin after padding, and have several kinds with multimodal models
-        inputs["position_ids"] = positions[None] if given is None else given[..., :1] + (positions - held - earlier)
-        inputs["attention_mask"] = self._of_layers(masks, new, inputs.get("attention_mask"))
+        inputs["position_ids"] = (
+            seen["positions"] if given is None else given[..., :1] + (seen["positions"][0] - held - earlier)
+        )
+        inputs["attention_mask"] = self._of_layers(seen, new, inputs.get("attention_mask"))
         return self._forward(inputs, new)
 
     def keep(self, path: Sequence[int]) -> None:
@@ -199,9 +202,9 @@ class CachedModel(Slot):
         `masks`: what they see of all positions. `padding`: the attention mask, (1, positions).
         """
         if padding is not None and not bool(padding.all()):
-            for mask in masks.values():
-                hidden = padding[0, : mask.shape[-1]] == 0
-                mask[..., : len(hidden)].masked_fill_(hidden, torch.finfo(mask.dtype).min)
+            for kind in self._windows:
+                hidden = padding[0, : masks[kind].shape[-1]] == 0
+                masks[kind][..., : len(hidden)].masked_fill_(hidden, torch.finfo(masks[kind].dtype).min)
         found = {}
         for kind, layer in dict(zip(layer_kinds(self._model), layers_of(self.cache), strict=False)).items():
             size, first = layer.get_mask_sizes(new)

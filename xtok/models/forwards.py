@@ -92,14 +92,10 @@ class Slot(Protocol):
 
 
 class Parent(IntEnum):
-    """Values in place of a parent's index. `CONTEXT`: the parent is the last kept id. `ALL_BUT_LAST`: it is the one before.
-    `KEPT`: a new id that is kept; `PADDING`: no id. Asks have neither.
-    """
+    """Values in place of a parent's index. `CONTEXT`: the parent is the last kept id. `ALL_BUT_LAST`: it is the one before."""
 
     CONTEXT = -1
     ALL_BUT_LAST = -2
-    KEPT = -3
-    PADDING = -4
 
 
 class ForwardRequest(NamedTuple):

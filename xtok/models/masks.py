@@ -2,8 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, log2
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,176 +9,123 @@ from torch.nn.functional import pad
 
 from xtok.models.forwards import Parent
 
-_NODES = 64
-"""Memory for nodes grows by multiples of this."""
+_BITS = 62
+"""How many bits of a path a number holds."""
+
+
+def grown(paths: Sequence[int], parents: Sequence[int]) -> list[int]:
+    """The paths of a tree's nodes with those of new nodes, whose parents are given as in a `ForwardRequest`.
+
+    A path is a set of bits: bit 0 stands for the last kept position, and bit 1 + i for node i. A node sees what is on its path,
+    itself included, and all kept positions before the last.
+    """
+    found = list(paths)
+    for parent in parents:
+        before = found[parent] if parent >= 0 else int(parent == Parent.CONTEXT)
+        found.append(before | 2 << len(found))
+    return found
 
 
 @dataclass(frozen=True)
 class NewIds:
     """The new ids of a row of the cache. `base`: how many positions are taken before them. `kept`: how many of those positions
-    and of the new ids are kept. `ids`: the new ids, kept ones first. `parents`: a `Parent` or a node's index for each. `nodes`:
-    how many nodes the row's tree has, new ones included.
+    and of the new ids are kept. `ids`: the new ids, kept ones first. `paths`: those of all nodes of the row's tree, new ones
+    included.
     """
 
     base: int = 0
     kept: int = 0
     ids: Sequence[int] = ()
-    parents: Sequence[int] = ()
-    nodes: int = 0
+    paths: Sequence[int] = ()
 
     @property
-    def guessed(self) -> int:
-        """How many of the new ids are nodes."""
-        return sum(parent > Parent.KEPT for parent in self.parents)
+    def end(self) -> int:
+        """How many positions are taken with the new ids."""
+        return self.base + len(self.ids)
 
-    @property
-    def linked(self) -> bool:
-        """Whether one of the new ids is the parent of another."""
-        return max(self.parents, default=Parent.KEPT) >= self.nodes - self.guessed
+    def numbers(self, width: int, other: int) -> list[int]:
+        """For `width` ids with padding in front, one after another: the ids; the positions in the row of the cache to which
+        their keys are written; how many of the row's first positions they see besides what is on their paths; and their
+        positions in the sequence.
 
-    def table(self, width: int, other: int) -> list[list[int]]:
-        """The fields of a `_Table`, `width` numbers each, with padding in front. The padding is one of the row's own ids, since
-        other ids' keys might be NaN, or `other` if it has none. It is written to the position after the new ids, and sees only
-        the first position.
+        The padding is one of the row's own ids, since other ids' keys might be NaN, or `other` if it has none. It is written to
+        the position after the new ids, and sees only the first position.
         """
-        new, nodes = len(self.ids), self.guessed
-        padding, start, end = width - new, self.base, self.base + new
+        padding, nodes = width - len(self.ids), self._new_paths
+        first = self.end - len(nodes)
         return [
-            [*[self.ids[0] if new else other] * padding, *self.ids],
-            [*[Parent.PADDING] * padding, *self.parents],
-            [*[end] * padding, *range(start, end)],
-            [*[1] * padding, *range(start + 1, end - nodes + 1), *[self.kept] * nodes],
-            [*[0] * padding, *range(start, end - nodes), *[self.kept] * nodes],
-            [self.kept] * width,
+            *[self.ids[0] if self.ids else other] * padding,
+            *self.ids,
+            *[self.end] * padding,
+            *range(self.base, self.end),
+            *[1] * padding,
+            *range(self.base + 1, first + 1),
+            *[self.kept - 1] * len(nodes),
+            *[0] * padding,
+            *range(self.base, first),
+            *(self._position(path) for path in nodes),
         ]
 
-
-class _Table(NamedTuple):
-    """New ids of some rows of the cache, (rows, width), int64 each. `cache_positions`: where in the row their keys are written.
-    `sees`: how many of the row's first positions they see, not counting nodes; after `Parent.ALL_BUT_LAST`, it is one less.
-    `positions`: those in the sequence, if nodes had depth 0. `kept`: how many positions of the row are kept, those of new ids
-    included: one number per row, repeated.
-    """
-
-    ids: Tensor
-    parents: Tensor
-    cache_positions: Tensor
-    sees: Tensor
-    positions: Tensor
-    kept: Tensor
-
-
-class Trees:
-    """The trees that sequences have after what is kept, one for each row of a cache.
-
-    `ancestors`: (rows, nodes, nodes), bool, whether the column's node is on the row's path, itself included. `short`: (rows,
-    nodes), bool, whether a node begins a path that doesn't see the last kept position. `depths`: (rows, nodes), int64, 0 for
-    what follows what is kept.
-    """
-
-    def __init__(self, windows: Mapping[str, int | None], dtype: torch.dtype, device: torch.device) -> None:
-        """`windows`: how many of the last positions each kind of layer sees; None for all."""
-        self.windows, self._dtype, self._device = windows, dtype, device
-        self._size = 0  # of nodes, after which there is one more for ids that are none
-        self._ancestors = torch.zeros((0, 1, 0), dtype=torch.bool, device=device)
-        self._short = torch.zeros((0, 1), dtype=torch.bool, device=device)
-        self._depths = torch.zeros((0, 1), dtype=torch.int64, device=device)
-
-    def copy(self, row: int, to: int) -> None:
-        for held in (self._ancestors, self._short, self._depths):
-            if row < len(held):
-                held[to] = held[row]
-
-    def inputs(self, first: int, news: Sequence[NewIds], width: int, seen: int) -> dict[str, Tensor]:
-        """Add the new ids of some rows from the `first` on, `width` of each with padding.
-
-        Returns the model's inputs: `ids`, `positions` and `cache_positions`, the indices in a row of the cache, (rows, width),
-        int64; and what they see of the first `seen` of those, (rows, 1, width, seen), additive, for each kind of layer.
+    def tree(self, width: int, nodes: int) -> list[int]:
+        """What masks for trees of up to `nodes` nodes need besides: the position of the last kept id; the positions in the
+        sequence of that id and of the nodes; and the paths of `width` ids, in numbers of `_BITS` bits.
         """
-        filler = next(one.ids[0] for one in news if one.ids)
-        numbers = [one.table(width, filler) for one in news]
-        table = _Table(*torch.tensor(numbers, dtype=torch.int64, device=self._device).unbind(1))
-        if nodes := max(one.nodes for one in news):
-            rows, linked = slice(first, first + len(news)), any(one.linked for one in news)
-            visible, positions, key_positions = self._add(rows, table, nodes=nodes, seen=seen, linked=linked)
-        else:
-            keys = torch.arange(seen, dtype=torch.int64, device=self._device)
-            visible, positions, key_positions = keys < table.sees[..., None], table.positions, keys[None]
-        masks = self._masks(visible, positions, key_positions)
-        return {"ids": table.ids, "positions": positions, "cache_positions": table.cache_positions, **masks}
+        new = self._new_paths
+        paths = [*[0] * (width - len(new)), *new]
+        parts = range(0, nodes + 1, _BITS)
+        return [
+            self.kept - 1,
+            *[self.kept - 1, *map(self._position, self.paths), *[0] * (nodes - len(self.paths))],
+            *(path >> start & (1 << _BITS) - 1 for path in paths for start in parts),
+        ]
 
-    def _add(self, rows: slice, table: _Table, *, nodes: int, seen: int, linked: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Add new ids to `rows` of the cache, and find out what they see.
+    @property
+    def _new_paths(self) -> Sequence[int]:
+        """The paths of those new ids that are nodes."""
+        return self.paths[max(self.base, self.kept) - self.kept :]
 
-        Returns which of the first `seen` cache positions they see, (rows, new, seen), bool; their positions in the sequence,
-        (rows, new), int64; and the positions of what is in the cache, (rows, seen), int64. `nodes`: how many a row has at most,
-        new ones included. `linked`: whether the parent of a new id is another new one.
-        """
-        kept, guessed = table.kept[:, :1], table.parents > Parent.KEPT
-        ancestors, depths, short = self._added(rows, table.cache_positions - kept, table.parents, guessed, nodes, linked=linked)
-        keys = torch.arange(seen + 1, dtype=torch.int64, device=kept.device)  # one more, for nodes beyond what is looked at
-        visible = keys < (table.sees - short)[..., None]
-        columns = (kept + torch.arange(nodes, dtype=torch.int64, device=kept.device)).clamp(max=seen)
-        visible.scatter_(2, columns[:, None].expand(-1, guessed.shape[1], -1), ancestors)
-        visible[..., 0] |= table.parents == Parent.PADDING  # also if a tree begins a sequence
-        key_positions = keys.repeat(len(kept), 1).scatter_(1, columns, kept + self._depths[rows, :nodes])
-        return visible[..., :seen], table.positions + depths, key_positions[..., :seen]
-
-    def _added(
-        self, rows: slice, numbers: Tensor, parents: Tensor, guessed: Tensor, nodes: int, *, linked: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """For new nodes: ancestors, (rows, new, nodes), bool; depths, and whether paths are short, (rows, new), int64 each."""
-        if nodes > self._size or rows.stop > len(self._ancestors):
-            self._enlarge(rows.stop, nodes)
-        own = (numbers[..., None] == torch.arange(nodes, dtype=torch.int64, device=numbers.device)) & guessed[..., None]
-        older = self._ancestors[rows].gather(1, parents.clamp(min=0)[..., None].expand(-1, -1, self._size))[..., :nodes]
-        links = (parents[:, :, None] == numbers[:, None, :]) & guessed[:, None, :] & guessed[:, :, None]
-        older &= ((parents >= 0) & ~links.any(dim=2))[..., None]
-        ancestors = _closed(links, own | older) if linked else own | older
-        nodes_of = torch.where(guessed, numbers, self._size)
-        self._short[rows] = self._short[rows].scatter(1, nodes_of, parents == Parent.ALL_BUT_LAST)
-        short = (ancestors & self._short[rows, None, :nodes]).any(dim=2).long()
-        depths = torch.where(guessed, ancestors.sum(dim=2) - 1 - short, 0)
-        self._depths[rows] = self._depths[rows].scatter(1, nodes_of, depths)
-        into = nodes_of[..., None].expand(-1, -1, nodes)
-        self._ancestors[rows, :, :nodes] = self._ancestors[rows, :, :nodes].scatter(1, into, ancestors)
-        return ancestors, depths, short
-
-    def _enlarge(self, rows: int, nodes: int) -> None:
-        more_rows, more = max(0, rows - len(self._depths)), _NODES * ceil(max(nodes, self._size) / _NODES) - self._size
-        self._size += more
-        self._ancestors = pad(self._ancestors, (0, more, 0, more, 0, more_rows))
-        self._short, self._depths = (pad(held, (0, more, 0, more_rows)) for held in (self._short, self._depths))
-
-    def _masks(self, visible: Tensor, positions: Tensor, key_positions: Tensor) -> dict[str, Tensor]:
-        """Masks for each kind of layer: what is `visible`, (rows, new, seen), bool, without what lies before its window."""
-        masks = {}
-        for kind, window in self.windows.items():
-            near = visible
-            if window is not None and window < visible.shape[2]:
-                near = visible & (key_positions[:, None] > positions[..., None] - window)
-            mask = torch.zeros(near.shape, dtype=self._dtype, device=near.device)
-            masks[kind] = mask.masked_fill_(~near, torch.finfo(self._dtype).min)[:, None]
-        return masks
+    def _position(self, path: int) -> int:
+        return self.kept - 2 + path.bit_count()
 
 
-def tree_masks(
-    windows: Mapping[str, int | None], held: int, parents: Sequence[int], new: int, like: Tensor
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Positions and masks for the last `new` nodes of a tree that follows `held` positions.
+def model_inputs(
+    news: Sequence[NewIds], width: int, seen: int, windows: Mapping[str, int | None], like: Tensor
+) -> dict[str, Tensor]:
+    """A model's inputs for new ids of some rows, `width` of each with padding.
 
-    Returns their positions, (new,), int64, and a mask, (1, 1, new, positions and nodes), additive, for each kind of layer, in
-    the dtype and on the device of `like`.
+    `windows`: how many of the last positions each kind of layer sees; None for all. Returns `ids`, `positions` and
+    `cache_positions`, the indices in a row of the cache, (rows, width), int64; and for each kind of layer a mask of what they
+    see of the first `seen` of those, (rows, 1, width, seen), additive, in the dtype of `like`. All are on its device.
     """
-    nodes, trees = len(parents), Trees(windows, like.dtype, like.device)
-    found = trees.inputs(0, [NewIds(held, held, [0] * nodes, parents, nodes)], nodes, held + nodes)
-    return found["positions"][0, -new:], {kind: found[kind][:, :, -new:] for kind in windows}
+    filler, nodes = next(one.ids[0] for one in news if one.ids), max(len(one.paths) for one in news)
+    rows = [[*one.numbers(width, filler), *(one.tree(width, nodes) if nodes else ())] for one in news]
+    table = torch.tensor(rows, dtype=torch.int64, device=like.device)
+    ids, cache_positions, sees, positions = (table[:, start : start + width] for start in range(0, 4 * width, width))
+    keys = torch.arange(seen, dtype=torch.int64, device=like.device)
+    visible, key_positions = keys < sees[..., None], keys[None]
+    if nodes:
+        visible, key_positions = _with_trees(visible, key_positions, table[:, 4 * width :], nodes)
+    masks = {}
+    for kind, window in windows.items():
+        near = visible
+        if window is not None and window < seen:
+            near = visible & (key_positions[:, None] > positions[..., None] - window)
+        mask = torch.zeros(near.shape, dtype=like.dtype, device=like.device)
+        masks[kind] = mask.masked_fill_(~near, torch.finfo(like.dtype).min)[:, None]
+    return {"ids": ids, "positions": positions, "cache_positions": cache_positions, **masks}
 
 
-def _closed(links: Tensor, own: Tensor) -> Tensor:
-    """What is reached along `links`, (rows, new, new), bool, of `own`, (rows, new, nodes), bool, by doubling the way."""
-    width = links.shape[1]
-    reach = links.float() + torch.eye(width, dtype=torch.float32, device=links.device)
-    for _ in range(ceil(log2(width))):
-        reach = (reach @ reach).clamp_(max=1)
-    return (reach @ own.float()) > 0
+def _with_trees(visible: Tensor, key_positions: Tensor, trees: Tensor, nodes: int) -> tuple[Tensor, Tensor]:
+    """What new ids see of cache positions, (rows, width, seen), bool, with what is on their paths; and the positions in the
+    sequence of what is there, (rows, seen), int64. `trees`: rows of `NewIds.tree`.
+    """
+    (rows, width, seen), device = visible.shape, trees.device
+    last, node_positions, paths = trees[:, :1], trees[:, 1 : nodes + 2], trees[:, nodes + 2 :].reshape(rows, width, -1, 1)
+    bits = paths >> torch.arange(_BITS, dtype=torch.int64, device=device) & 1
+    on_path = bits.flatten(2)[..., : nodes + 1].bool()
+    # One column more in front, for what would be before the first position, and one at the end, for nodes that nobody sees.
+    columns = (last + 1 + torch.arange(nodes + 1, dtype=torch.int64, device=device)).clamp(max=seen + 1)
+    visible, key_positions = pad(visible, (1, 1)), pad(key_positions.expand(rows, -1), (1, 1))
+    of_ids = columns[:, None].expand(-1, width, -1)
+    visible = visible.scatter(2, of_ids, on_path | visible.gather(2, of_ids))
+    return visible[..., 1:-1], key_positions.scatter(1, columns, node_positions)[:, 1:-1]

@@ -1,9 +1,11 @@
-"""Records what the rows of a shared cache keep of ended sequences, for later ones that begin alike."""
+"""A prefix cache: keeps what ended sequences have read, for later ones that begin alike."""
 
 from collections.abc import Sequence
 from itertools import takewhile
 from operator import eq
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
+
+from torch import Tensor
 
 Read: TypeAlias = "tuple[int, int]"
 """What a position was read from: its id, and how many ids its forward pass had, if its bits depend on that; else 0."""
@@ -28,32 +30,39 @@ def usable(held: Sequence[Read], wanted: Sequence[Read]) -> int:
     return position
 
 
-class Kept(dict[int, list[Read]]):
-    """What rows keep of ended sequences, by the rows' indices, least recently used first. Rows of running sequences aren't in
-    it.
-    """
+class Prefix(NamedTuple):
+    """What an ended sequence has read, and a copy of its keys and values, (heads, positions, size), of each layer."""
 
-    def put(self, index: int, reads: list[Read]) -> None:
-        """Record a row as kept and just used. Rows that hold no more than a prefix of it are forgotten."""
-        for other in [other for other, held in self.items() if held == reads[: len(held)]]:
-            del self[other]
-        if reads:
-            self.pop(index, None)
-            self[index] = reads
+    reads: list[Read]
+    parts: list[Tensor]
 
-    def use(self, index: int) -> None:
-        self[index] = self.pop(index)
 
-    def swap(self, one: int, other: int) -> None:
-        names = {one: other, other: one}
-        held = {names.get(index, index): reads for index, reads in self.items()}
-        self.clear()
-        self.update(held)
+class Prefixes(list[Prefix]):
+    """The prefixes that are kept, least recently used first. At most as many as there are sequences at a time."""
 
-    def cut(self, positions: int) -> None:
-        for reads in self.values():
-            del reads[positions:]
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
 
-    def rank(self, index: int) -> int:
-        """0 for a row that keeps nothing; for others, the higher the more recently they were used."""
-        return 1 + list(self).index(index) if index in self else 0
+    @property
+    def positions(self) -> int:
+        """How many positions all of them have together."""
+        return sum(len(one.reads) for one in self)
+
+    def put(self, prefix: Prefix) -> None:
+        """Add a prefix as just used. Those that hold no more than its beginning are dropped."""
+        self[:] = [one for one in self if one.reads != prefix.reads[: len(one.reads)]]
+        self.append(prefix)
+        del self[: -self._most]
+
+    def best(self, wanted: Sequence[Read]) -> Prefix | None:
+        """The prefix of which a sequence that is to read `wanted` can use most, as just used; None if there is none."""
+        found = max(reversed(self), key=lambda one: usable(one.reads, wanted), default=None)
+        if found is not None and usable(found.reads, wanted):
+            self.sort(key=lambda one: one is found)
+        return found
+
+    def trim(self, positions: int) -> None:
+        """Drop the least recently used ones until the others have no more than `positions` together."""
+        while self and self.positions > positions:
+            del self[0]
