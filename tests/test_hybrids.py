@@ -1,8 +1,5 @@
 """Recurrent layers: several ids at once are to be computed by the formula of one id, for that is how generation goes on."""
 
-from concurrent.futures import ThreadPoolExecutor
-from copy import deepcopy
-from math import inf
 from operator import is_
 from random import Random
 from typing import Any
@@ -21,7 +18,7 @@ from xtok.errors import UnsupportedModelError
 from xtok.models.cache import CACHE, new_cache
 from xtok.models.capabilities import check_usable
 from xtok.models.prompts import prompt_ids
-from xtok.models.recurrent import lift_step_limits, without_step_limits
+from xtok.models.recurrent import without_step_limits
 
 MAMBA2 = ["nemotron_h", *deep("falcon_h1")]
 OTHERS = deep("bailing_hybrid", "kimi_linear", "lfm2_moe", "lfm3", "olmo_hybrid", "qwen3_5", "qwen4_exp", "zaya")
@@ -93,15 +90,13 @@ def test_several_ids_at_once_have_the_logits_that_they_have_one_by_one(name: str
     adversarial(lm)
     ids = torch.randint(3, len(TOKENS), (1, 24), generator=torch.Generator().manual_seed(1))
 
-    lift_step_limits(lm)
-
     def logits(sizes: list[int]) -> torch.Tensor:
         cache, parts = new_cache(lm), list[torch.Tensor]()
         lm(input_ids=ids[:, :12], **{CACHE: cache}, use_cache=True)
         for size in sizes:
             start = 12 + sum(len(part) for part in parts)
-            with without_step_limits():
-                part = lm(input_ids=ids[:, start : start + size], **{CACHE: cache}, use_cache=True).logits[0]
+            going_on: Any = without_step_limits(lm)
+            part = going_on(input_ids=ids[:, start : start + size], **{CACHE: cache}, use_cache=True).logits[0]
             parts.append(part[-size:])
         return torch.cat(parts)
 
@@ -173,16 +168,3 @@ def test_a_model_that_changes_after_its_first_use_checks_guesses_as_it_is_now(ch
     assert wanted != before
     found = xt.generate(TEXTS[0], **GREEDY)
     assert found.token_ids == wanted and found.stats.accepted > LENGTH / 3
-
-
-def test_limits_are_lifted_in_the_thread_that_checks_guesses_alone() -> None:
-    lm = tiny("nemotron_h", len(TOKENS) + 5)
-    narrow_limits(lm)
-    lift_step_limits(lm)
-    (layer,) = [module for module in lm.modules() if hasattr(module, "time_step_limit")]
-    with without_step_limits(), ThreadPoolExecutor() as other:
-        assert layer.time_step_limit == (0.0, inf)
-        assert other.submit(lambda: layer.time_step_limit).result() == (0.001, 0.1)
-    assert layer.time_step_limit == deepcopy(layer).time_step_limit == (0.001, 0.1)
-    layer.time_step_limit = (0.002, 0.1)
-    assert layer.time_step_limit == (0.002, 0.1)

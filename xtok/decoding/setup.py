@@ -18,11 +18,11 @@ from xtok.drafts.policy.settings import Budget
 from xtok.errors import InvalidInputError, UnstableWarning, XTokError, shown, warn
 from xtok.models.cache import parameter_count
 from xtok.models.cache_set import CachePool
-from xtok.models.layers import doubled
 from xtok.models.load import Target
 from xtok.models.runner import Runner
 from xtok.models.shapes import rounded
 from xtok.models.stable import StableShapes
+from xtok.models.storage import doubled
 
 Acceptance = Literal["match", "rejection", "typical"]
 FORMAT, PREDICTION = "format", "prediction"

@@ -53,6 +53,7 @@ class CachedModel(Slot):
         self._prompt = prompt
         self._lead = 0
         self._model: Any = running(model)
+        self._going_on = self._model  # after the prompt
         rows = {"logits_to_keep": 1} if supports_logits_to_keep(model) else {}
         self._inputs = {**rows, **(inputs or {}), "use_cache": True}
         self._recorded = 0
@@ -177,7 +178,7 @@ class CachedModel(Slot):
         if self._hidden_layers:
             inputs["output_hidden_states"] = True
         with isolated_rope(self._model):
-            outputs = self._model(**inputs, return_dict=True)
+            outputs = self._going_on(**inputs, return_dict=True)
         self._adopt(outputs)
         self.hidden = stacked(outputs, self._hidden_layers)[0] if self._hidden_layers else None
         self.forwards += 1

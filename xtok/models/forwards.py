@@ -34,13 +34,11 @@ class Answer(NamedTuple):
 class Slot(Protocol):
     """A sequence's cache slot in a model: what the model's cache holds of it, and how it is forwarded.
 
-    `vocabulary`: how many ids the model has logits for. `chunk`: how many ids of a prompt are forwarded at once; None for all.
-    `forwards`: how many forward passes the slot had. `shares`: whether sequences can share forward passes. `limit`: how many
-    positions the sequence may take; None for any number. `fixed`: whether forward passes have fixed shapes.
+    `chunk`: how many ids of a prompt are forwarded at once; None for all. `forwards`: how many forward passes the slot had.
+    `shares`: whether sequences can share forward passes. `limit`: how many positions the sequence may take; None for any
+    number. `fixed`: whether forward passes have fixed shapes.
     """
 
-    device: torch.device
-    vocabulary: int
     chunk: int | None = None
     forwards: int
     shares: bool = False

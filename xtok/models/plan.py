@@ -6,9 +6,9 @@ from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 from xtok.models.forwards import ForwardRequest
-from xtok.models.layers import doubled
 from xtok.models.masks import NewIds
 from xtok.models.shapes import USUAL, Shapes, rounded
+from xtok.models.storage import doubled
 
 if TYPE_CHECKING:
     from xtok.models.shared_slot import SharedSlot

@@ -1,8 +1,6 @@
 """Models with recurrent layers, whose states can't be rolled back position by position."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from copy import deepcopy
 from math import inf
 from typing import Any
@@ -14,6 +12,7 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from xtok.models.cache import layers_of, new_cache
 from xtok.models.cached_model import CachedModel
+from xtok.models.runner import copied
 
 _LONGEST = 16
 """How many positions may be forwarded again together with new ones. More would cost more than the forward pass they save."""
@@ -36,48 +35,23 @@ def cached_model(
     return CachedModel(model, cache, inputs, hidden_layers=hidden_layers, prompt=prompt)
 
 
-def lift_step_limits(model: PreTrainedModel) -> None:
-    """Let `model` compute several ids as it computes one, within `without_step_limits`.
+def without_step_limits(model: PreTrainedModel) -> PreTrainedModel:
+    """`model`, or a copy of its Mamba-2 layers, and of what they are in, that computes several ids as it computes one.
 
     transformers' Mamba-2 layers keep the time steps of several ids within `time_step_limit`, but not that of one id after a
-    state (`selective_state_update` has no limits). Generation goes on by one id at a time, so guesses are checked that way. The
-    layers' classes get a `time_step_limit` that looks whether limits are lifted; the model itself stays as it is, and other
-    threads see its limits.
+    state (`selective_state_update` has no limits). Generation goes on by one id at a time, so guesses are checked that way.
     """
-    for kind in {type(module) for module in model.modules() if not _has_no_limits(module)}:
-        if not isinstance(vars(kind).get(_LIMIT), _StepLimit):
-            setattr(kind, _LIMIT, _StepLimit())
-
-
-@contextmanager
-def without_step_limits() -> Iterator[None]:
-    """In this thread, layers whose limits `lift_step_limits` prepared have none."""
-    before = _LIFTED.set(True)
-    try:
-        yield
-    finally:
-        _LIFTED.reset(before)
+    same = {module: module for module in model.modules() if all(map(_has_no_limits, module.modules()))}
+    if model in same:
+        return model
+    made = copied(model, same)
+    for module in made.modules():
+        if not _has_no_limits(module):
+            vars(module)[_LIMIT] = (0.0, inf)
+    return made
 
 
 _LIMIT = "time_step_limit"
-_LIFTED: ContextVar[bool] = ContextVar("lifted", default=False)
-
-
-class _StepLimit:
-    """The limits of a layer's time steps: its own, unless they are lifted."""
-
-    def __get__(self, module: Any, kind: type | None = None) -> Any:
-        if module is None:
-            return self
-        if _LIMIT not in vars(module):
-            raise AttributeError(_LIMIT)
-        return (0.0, inf) if _LIFTED.get() else vars(module)[_LIMIT]
-
-    def __set__(self, module: Any, limits: Any) -> None:
-        vars(module)[_LIMIT] = limits
-
-    def __delete__(self, module: Any) -> None:
-        del vars(module)[_LIMIT]
 
 
 def _has_no_limits(module: Any) -> bool:
@@ -95,7 +69,7 @@ class RecurrentModel(CachedModel):
 
     def __init__(self, *given: Any, snapshots: int, **more: Any) -> None:
         super().__init__(*given, **more)
-        lift_step_limits(self._model)
+        self._going_on = without_step_limits(self._model)
         self._ids = torch.zeros((1, 0), dtype=torch.int64, device=self.device)
         self._most = snapshots
         self._snapshots: dict[int, list[dict[str, Any]]] = {}  # the states of all layers, by how many positions the cache held
@@ -147,10 +121,6 @@ class RecurrentModel(CachedModel):
             self._snapshots[self._held] = [_states(layer) for layer in self.cache.layers]
             for oldest in list(self._snapshots)[: -self._most]:
                 del self._snapshots[oldest]
-
-    def _forward(self, inputs: dict[str, Any], rows: int) -> Tensor:
-        with without_step_limits():
-            return super()._forward(inputs, rows)
 
     def _crop(self, excess: int) -> None:
         self._ids = self._ids[:, : self.length - excess]

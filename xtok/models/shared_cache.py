@@ -19,7 +19,6 @@ from xtok.models import timing
 from xtok.models.cache import CACHE, stacked
 from xtok.models.forwards import Answer, ForwardRequest, wait_for
 from xtok.models.graphs import Graphs, Inputs
-from xtok.models.layers import View
 from xtok.models.masks import model_inputs
 from xtok.models.plan import Plan, Planner, is_wide, row_of
 from xtok.models.prefixes import Prefix, Prefixes, Read, usable
@@ -58,14 +57,13 @@ class SharedCache:
         forward passes, which then have few shapes, too.
         """
         known = known or read(model)
-        self.device, self.vocabulary, self._window = known.device, known.vocabulary, known.window
+        self.device, self._window = known.device, known.window
         self._model, self._shapes, self._graphs, self._capacity = model, shapes, graphs, capacity
         self.runner = runner_of(model)
         self._forwarded: Any = self.runner.model_of(model)
         self._infers = self.runner.infers and graphs is None
         self.has_graphs = graphs is not None
-        self._view = View(rows, capacity, evenly=shapes is not None)
-        self._storage = Storage(len(known.layers), self._view)
+        self._storage = Storage(len(known.layers), rows, evenly=shapes is not None)
         self._cache = Cache(layers=list(self._storage.layers))
         self._windows, self._like = known.windows, torch.empty(0, dtype=known.dtype, device=known.device)
         self._keeps = known.supports_logits_to_keep
@@ -180,12 +178,12 @@ class SharedCache:
     def _computed(
         self, first: int, seen: int, inputs: Inputs, new: range | None = None, logits: int | None = None
     ) -> list[Tensor]:
-        """Run the model on `inputs` and the cache alone, so that it can be captured. `first`, `seen`, `new`: as in `View`.
-        `logits`: for how many of the last ids to compute logits; None for all.
+        """Run the model on `inputs` and the cache alone, so that it can be captured. `first`, `seen`, `new`: as in
+        `Storage.look`. `logits`: for how many of the last ids to compute logits; None for all.
         """
         ids, positions, cache_positions = (inputs[name] for name in ("ids", "positions", "cache_positions"))
         masks = {kind: inputs[kind] for kind in self._windows}
-        self._view.look(first, cache_positions, seen, new)
+        self._storage.look(first, cache_positions, seen, new)
         given: dict[str, Any] = {CACHE: self._cache, "attention_mask": masks if len(masks) > 1 else masks.popitem()[1]}
         given |= {"output_hidden_states": True} if self._hidden_layers else {}
         given |= {"states": inputs["states"]} if "states" in inputs else {}
@@ -194,20 +192,23 @@ class SharedCache:
             outputs = self._forwarded(input_ids=ids, position_ids=positions, use_cache=True, return_dict=True, **given)
         return [outputs.logits, *([stacked(outputs, self._hidden_layers)] if self._hidden_layers else [])]
 
-    def _grow(self, rows: int, positions: int) -> None:
-        """Have memory for `rows` and `positions`. Prefixes give way. Graphs are dropped if it moves in memory."""
-        if self._capacity is not None and self.prefixes is not None:  # half is for them, if running sequences don't need it
-            self._view.capacity = min(self._capacity // 2, self._capacity - self.prefixes.positions)
-        self._view.need(rows, positions, len(self._rows), max(row.held for row in self._rows if row is not None))
-        if self._storage.grow() and self._graphs is not None:
-            self._graphs.clear()
-        self._trim()
+    def _grow(self, last: int, reach: int) -> None:
+        """Have memory for `reach` positions in the rows up to `last`. Prefixes give way."""
+        least, capacity = (len(self._rows), self._longest()), self._capacity
+        if capacity is not None and self.prefixes is not None:  # half is for them, unless running sequences need more
+            capacity = min(capacity // 2, capacity - self.prefixes.positions)
+        self._resize(*self._storage.fitting(last, reach, least, capacity))
 
-    def _trim(self) -> None:
-        """Keep only prefixes for which there is memory beside the rows."""
+    def _resize(self, rows: int, positions: int) -> None:
+        """Give the rows another shape. Graphs are dropped if they move in memory, and prefixes for which there is none left."""
+        if self._storage.resize(rows, positions) and self._graphs is not None:
+            self._graphs.clear()
         if self._capacity is not None and self.prefixes is not None:
-            rows, positions = self._storage.shape
             self.prefixes.trim(self._capacity - rows * positions)
+
+    def _longest(self) -> int:
+        """The most positions that a sequence takes."""
+        return max((row.held for row in self._rows if row is not None), default=0)
 
     def _keep(self, row: SharedSlot, reads: list[Read], prefixes: Prefixes) -> None:
         """Copy what an ended sequence's row holds to the prefixes. If there is no memory beside the rows, they get less."""
@@ -216,10 +217,8 @@ class SharedCache:
         rows, positions = self._storage.shape
         if self._capacity is not None and rows * positions + len(reads) > self._capacity:
             self._close_gaps()
-            self._storage.shrink(len(self._rows), max((one.held for one in self._rows if one is not None), default=0))
-            if self._graphs is not None:
-                self._graphs.clear()
-        self._trim()
+            rows, positions = len(self._rows), self._longest()
+        self._resize(rows, positions)
 
     def _adopted(self, row: SharedSlot, wanted: list[Read], prefixes: Prefixes) -> int:
         self._settle()

@@ -31,7 +31,6 @@ class SharedSlot:
         self.limit = limit
         self._shapes = shapes
         self.fixed = shapes is not None
-        self.device, self.vocabulary = server.device, server.vocabulary
         self.length = self.forwards = 0
         self.paths: list[int] = []
         self.moves: list[tuple[int, int]] = []

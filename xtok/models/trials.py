@@ -28,7 +28,7 @@ WIDEST = 64
 FEWEST = 4
 """The fewest ids of a forward pass. One row alone is multiplied by other kernels nearly everywhere; with 2, bits differ so
 rarely that trials might miss it; 4 cost no more. Without a draft, SmolLM2 on a CPU is 1.17 times as fast with 4 as with 2 ids,
-since attention gets at least `QUERIES` queries (`xtok.models.layers`).
+since attention gets at least `QUERIES` queries (`xtok.models.attention`).
 """
 _PIECES = (5, 11)
 """Ids forwarded in parts of these sizes must have the same bits as at once."""
