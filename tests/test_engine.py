@@ -368,11 +368,15 @@ def live() -> int:
 
 
 def held_up(engine: Engine) -> tuple[int, list[int]]:
-    """How many tensors are alive, and how many rows the caches have, while the engine stands still within one text."""
+    """How many tensors are alive besides those of at most 8 prefixes that each cache keeps, and how many rows the caches have,
+    while the engine stands still within one text.
+    """
     with held(engine):
         parts = [part for slots in caches_of(engine) for part in slots.parts]
         assert all(part.shape[2] <= 256 for part in parts)
-        return live(), list(map(len, parts))
+        prefixes = [slots.prefixes or [] for slots in caches_of(engine)]
+        assert all(len(kept) <= 8 for kept in prefixes)
+        return live() - sum(len(one.parts) for kept in prefixes for one in kept), list(map(len, parts))
 
 
 def test_many_sequences_take_no_more_memory_than_few() -> None:
