@@ -149,6 +149,8 @@ def test_prompts_and_settings_are_those_requested(monkeypatch: pytest.MonkeyPatc
         (["--device", "nowhere"], "'nowhere'", 1),
         (["--dtype", "int3"], "can't be loaded with dtype=torch.int3", 1),
         (["--setting", "warm"], "greedy, penalty, sampled, own", 1),
+        (["--kind", "math"], "with xtok bench spec", 1),
+        (["spec", "--prompts", __file__, "--turns", "2"], "without --prompts", 1),
         (["spec", "--prompts", __file__, "--draft", str(pair.DRAFT)], "no chat template", 1),
     ],
 )

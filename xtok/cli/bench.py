@@ -85,8 +85,8 @@ def bench(
     from xtok.models.packed import multiplies_half
 
     settings = runs.named_settings(setting or (["greedy", "sampled"] if asked else ["greedy", "penalty", "sampled"]))
-    if not asked and (kind or turns > 1):
-        raise InvalidInputError("--kind and --turns choose from MT-Bench's questions. Use them with xtok bench spec.")
+    if (kind or turns > 1) and (file is not None or not asked):
+        raise InvalidInputError("--kind and --turns choose from MT-Bench. Use them with xtok bench spec, without --prompts.")
     questions = _questions(models, asked, file, kind or ())[:limit]
     if asked and limit is None and file is None:
         questions = questions[: len({one.kind for one in questions})]
