@@ -56,8 +56,7 @@ class Fit:
     """How two tokenizers fit, on a sample of `texts` texts with `characters` characters.
 
     `shared`: how many byte strings both vocabularies have. `losses`: sentences that say what this pair loses. `same`: whether
-    both have the same tokens, so that guesses are ids and never become text. `writable`: the share of the target's tokens on
-    the sample whose characters the draft can write.
+    both have the same tokens, so that guesses are ids and never become text.
     """
 
     target: Side
@@ -67,7 +66,6 @@ class Fit:
     shared: int
     losses: tuple[str, ...]
     same: bool
-    writable: float
 
     @property
     def target_tokens_per_draft_token(self) -> float:
@@ -93,8 +91,7 @@ def fit(
     shared = len(byte_strings[0] & byte_strings[1])
     same = same_tokens(target, views[0], draft, views[1])
     losses = tuple(_window_losses(of_target, of_draft) if same else _losses(of_target, of_draft))
-    writable = 1.0 if same else _writable(encoder(target, views[0]), texts, {*of_draft.unwritable, *of_draft.rewritten})
-    return Fit(of_target, of_draft, len(texts), sum(map(len, texts)), shared, losses, same, writable)
+    return Fit(of_target, of_draft, len(texts), sum(map(len, texts)), shared, losses, same)
 
 
 def _side(
@@ -120,18 +117,6 @@ def _side(
         altered_texts=sum(text not in _text(view, ids) for text, ids in zip(texts, encoded, strict=True)),
         window=window,
     )
-
-
-def _writable(reading: Encoder, texts: Sequence[str], lost: set[str]) -> float:
-    """The share of the tokens of texts that hold no character of `lost`, nor a part of one."""
-    whole = right = 0
-    for text in texts:
-        decoder, parts = utf8_decoder(), 0
-        for token in reading.ids(text):
-            whole, parts = whole + 1, parts + 1
-            if written := decoder.decode(reading.view[token] or b""):
-                right, parts = right + (0 if lost & set(written) else parts), 0
-    return right / max(1, whole)
 
 
 def _text(view: TokenBytes, ids: Sequence[int]) -> str:
