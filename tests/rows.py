@@ -179,7 +179,6 @@ class Sharing(RuleBasedStateMachine):
             assert len(seen) in self.forwards
             check(self.model, all_asked, answers)
             assert [isinstance(one, Answer) and one.cost.texts for one in answers] == [len(answers)] * len(answers)
-            assert sum(not answer.cost.repeated for answer in answers if isinstance(answer, Answer)) == 1
 
     @precondition(lambda self: self.texts)
     @rule(data=st.data())

@@ -179,7 +179,7 @@ class Server:
         rows, before = sum(len(ask.ids) for ask in asks), self.clock.time
         self.clock.advance(self.guesser.forward + self.guesser.row * (rows - 1))
         cost = Cost(rows, self.clock.time - before, len(asks))
-        return [Answer(torch.empty(0), None, cost._replace(repeated=number > 0)) for number in range(len(asks))]
+        return [Answer(torch.empty(0), None, cost) for _ in asks]
 
 
 @dataclass
@@ -209,10 +209,11 @@ class World:
             guesses = [guess.cut(width - 1) for guess in guesses]
         rows = 1 + max(len(guess.tree) for guess in guesses)
         self.clock.advance(self.engine.seconds(len(texts), rows))
+        picked = sum(one.place for one in texts)
         outcomes = [one.go_on(guess, rows) for one, guess in zip(texts, guesses, strict=True)]
         policy.observe(outcomes, self.clock.time - start, is_pure=is_pure)
         self.round += 1
-        return sum(one.picks for one in outcomes), self.clock.work - before
+        return sum(one.place for one in texts) - picked, self.clock.work - before
 
     def server(self, guesser: Guesser) -> Server:
         """What forwards a draft, for all texts."""

@@ -386,7 +386,7 @@ def test_ids_that_a_model_masks_widen_no_tolerance(value: float) -> None:
     masked.lm_head.register_forward_hook(mask)
     for one in (plain, masked):
         check_usable(one, "target")
-    assert 0 < traits(masked).tolerance(half=False) <= traits(plain).tolerance(half=False)
+    assert 0 < traits(masked).tolerance <= traits(plain).tolerance
 
     def looks_ahead(_: Any, inputs: Any, states: Any) -> Any:
         return states + states.mean(dim=1, keepdim=True)

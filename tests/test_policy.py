@@ -200,7 +200,7 @@ def test_reading_a_long_prompt_is_no_reason_to_leave_a_draft_alone() -> None:
         for turn in range(20):
             took = 30.0 if turn == 0 else 1e-4
             asked = Proposal(tree, (), took, turn == 0, 1, 1, 0.9, 1)
-            policy.observe([Outcome(2, 2, policy.drafts, [asked])], 1.0 + took)
+            policy.observe([Outcome(2, policy.drafts, [asked])], 1.0 + took)
             assert not policy.drafts[0].wait, (generation, turn)
 
 
@@ -212,7 +212,7 @@ def test_a_draft_that_begins_to_hang_is_left_alone() -> None:
             asked += turn >= 50
         took = 10.0 if turn >= 50 else 1e-3
         proposals = [Proposal(chain([1], probabilities=[0.9]), (), took, accepted=1, nodes=1, expected=0.9, right=1)]
-        policy.observe([Outcome(1 + asking, 1 + asking, policy.drafts, proposals * asking)], 1.0 + took * asking)
+        policy.observe([Outcome(1 + asking, policy.drafts, proposals * asking)], 1.0 + took * asking)
     assert asked <= 8
 
 
@@ -220,7 +220,7 @@ def test_what_drafts_take_is_not_taken_for_time_of_the_round_if_their_guess_does
     """Found in review: it was, if a carried token before the guess wasn't confirmed."""
     policy = Policy([DraftPolicy()])
     for _ in range(20):
-        policy.observe([Outcome(2, 1, policy.drafts, [Proposal(None, [Cost(4, 0.5)], 0.5)])], 2.0)
+        policy.observe([Outcome(2, policy.drafts, [Proposal(None, [Cost(4, 0.5)], 0.5)])], 2.0)
     assert policy.seconds(1, 2) == pytest.approx(1.0)
     assert policy.drafts == [DraftPolicy()], "nothing is learnt of it"
 
@@ -245,7 +245,7 @@ def test_no_second_and_no_other_sequence_reaches_what_a_policy_without_a_clock_d
                 Proposal(tree, [cost] * 2, took[1], **judged) if asked else Proposal(),
                 Proposal(tree, [], took[2], **judged),
             ]
-            policy.observe([Outcome(rows + 7, 1 + right, policy.drafts, proposals)], took[3])
+            policy.observe([Outcome(rows + 7, policy.drafts, proposals)], took[3])
     assert policies[0] == policies[1]
     assert len({policy.batch(1) for policy in policies}) == 1
 

@@ -335,7 +335,7 @@ def test_models_compute_in_half_precision_if_some_of_their_products_are(dtype: t
 
 def test_near_ties_of_a_model_that_rounds_its_activations_are_as_wide_as_in_half_precision() -> None:
     """Found here: they were those of float32, by its dtype, and picks that came out otherwise weren't among them."""
-    wide, narrow = (one.tolerance(half=one.computes_in_half) for one in map(traits, (quantised("row"), loaded(torch.float32))))
+    wide, narrow = (one.tolerance for one in map(traits, (quantised("row"), loaded(torch.float32))))
     assert wide > 100 * narrow > 0
 
 

@@ -255,7 +255,6 @@ def test_guesses_are_judged_only_if_the_carried_token_before_them_was_right(
     outcome = session.outcome(guess, block, 4)
     (proposal,) = outcome.proposals
     assert (proposal.right, proposal.accepted) == ((1, 1) if learnt else (0, 0))
-    assert outcome.picks == len(block)
     assert proposal.seconds > 0, "what it took is known, whatever became of it"
     assert session._meter.accepted_by_draft == accepted
 

@@ -87,7 +87,7 @@ def test_one_wrong_id_in_any_one_way_is_found(monkeypatch: pytest.MonkeyPatch, n
 def test_a_near_tie_excuses_a_difference_from_transformers_alone(
     monkeypatch: pytest.MonkeyPatch, number: int, holds: bool
 ) -> None:
-    monkeypatch.setattr(Traits, "tolerance", lambda self, half: 100.0)
+    monkeypatch.setattr(Traits, "tolerance", 100.0)
     tamper(monkeypatch, number)
     found = verified()
     assert found.holds == holds
@@ -105,7 +105,7 @@ def test_differences_are_printed_and_exit_with_1_unless_they_are_near_ties(monke
     printed, _ = run(*asked, code=1)
     shown = f": greedily, xtok alone, {PROMPTS_SHIPPED[1][:24]!r}, token 2: "
     assert f"\nNO NEAR TIE{shown}" in printed and "\nNOT EQUAL: 1 texts in 1 ways.\n" in printed and " 1/2 │" in printed
-    monkeypatch.setattr(Traits, "tolerance", lambda self, half: 100.0)
+    monkeypatch.setattr(Traits, "tolerance", 100.0)
     printed, _ = run(*asked)
     assert f"\nnear tie{shown}" in printed and "apart, a near tie up to 1e+02\n" in printed
     assert "\nEqual, but for 1 texts of model.generate that go on otherwise from a near tie on.\n" in printed

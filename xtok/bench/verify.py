@@ -115,8 +115,7 @@ def verify(
     for title, way in bar(steps, "ways to generate"):
         shared = {"texts": texts, "seed": seed, "max_new_tokens": max_new_tokens}
         runs[title][way] = systems[way](**shared, **settings[title].arguments)
-    known = traits(target[0])
-    tolerance = known.tolerance(half=known.computes_in_half)
+    tolerance = traits(target[0]).tolerance
     found = [one for title, own in runs.items() for one in _differences(target, texts, title, own, tolerance)]
     rows = {title: [_row(way, own) for way in own if way != TRANSFORMERS] for title, own in runs.items()}
     return Verified(names, tolerance, rows, found)

@@ -170,8 +170,7 @@ def verdict(models: Models, prompt: Prompt, alone: list[int], drafted: list[int]
         return True, f"identical to the target alone, and to {TRANSFORMERS}: yes"
     first, own, other = found
     apart = logit_gap((models.drafted.model, models.drafted.tokenizer), prompt, drafted[:first], own, other)
-    known = traits(models.plain[0])
-    if apart is None or apart > known.tolerance(half=known.computes_in_half):
+    if apart is None or apart > traits(models.plain[0]).tolerance:
         return False, f"identical to {TRANSFORMERS}: NO"
     return True, (
         f"identical to the target alone: yes. {TRANSFORMERS} goes on otherwise from token {first + 1} on: the two best were "

@@ -34,13 +34,9 @@ def assemble(
     posterior_alpha: float,
     stable: bool | None,
     compile: bool | None,  # noqa: A002
-    device: Any,
-    dtype: Any,
-    device_map: Any,
-    quantization_config: Any,
-    attn_implementation: Any,
+    **placed: Any,
 ) -> Setup:
-    """The setup of an instance. Arguments and errors are those of `XTokAssisted`."""
+    """The setup of an instance. Arguments and errors are those of `XTokAssisted`; `placed`: those of `placements`."""
     _check_settings(budget, acceptance, compile=compile, stable=stable)
     for name, value in {"posterior_threshold": posterior_threshold, "posterior_alpha": posterior_alpha}.items():
         if not (isinstance(value, Real) and 0 < float(value) <= 1):
@@ -51,13 +47,7 @@ def assemble(
     if acceptance == "rejection":  # a guess must not be cut by what was drawn
         budget = replace(budget, width=1, schedule="constant")
     given = as_list(draft, beside=[] if budget.width == 1 else without_a_model())
-    places = placements(
-        device=device,
-        dtype=dtype,
-        device_map=device_map,
-        quantization_config=quantization_config,
-        attn_implementation=attn_implementation,
-    )
+    places = placements(**placed)
     _check_sources(target, given, places)
     loaded = target_model(target, places[0])
     models = {i: draft_model(one, places[1], loaded.traits.device) for i, one in enumerate(given) if not is_drafting(one)}

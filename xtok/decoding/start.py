@@ -26,7 +26,7 @@ def start(setup: Setup, request: Prepared, caches: CacheSet, most: int | None = 
     request = request.with_own_state() if request.shared else request
     vocabulary, known, guesses = setup.target.vocabulary, request.traits, bool(setup.drafts or request.prediction)
     branches, half = not guesses or known.branches_in(request.cache), known.computes_in_half
-    tolerance, slots = known.tolerance(half=half), Slots(caches, most)
+    tolerance, slots = known.tolerance, Slots(caches, most)
     model, layers = setup.target.model, setup.hidden_layers
     try:
         if request.shares_forwards and known.shares:

@@ -183,7 +183,7 @@ class Session:
                 )
         if proposals:
             self._meter.accepts([one.right for one in proposals])
-        return Outcome(rows, len(committed), self._known, proposals)
+        return Outcome(rows, self._known, proposals)
 
     def _own(self, draft: int, limit: Budget, batch: Batch, unread: int, drafted: Sequence[Cost]) -> Budget | None:
         """The budget of one draft for this round; None if it isn't to be asked."""

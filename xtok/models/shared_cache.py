@@ -154,7 +154,7 @@ class SharedCache:
             slot.take(ask)
             row = slot.index - plan.first
             shown = hidden[0][row, -len(ask.ids) :] if hidden else None
-            found.append(Answer(logits[row, -ask.rows :], shown, cost._replace(repeated=bool(found))))
+            found.append(Answer(logits[row, -ask.rows :], shown, cost))
         return found
 
     def _planner(self) -> Planner:

@@ -31,15 +31,12 @@ def excluded() -> Iterator[None]:
 
 class Cost(NamedTuple):
     """What a forward pass took. `rows`: the ids of all sequences in it, padding included. `seconds`: its time. `texts`: how
-    many sequences shared it.
-
-    `repeated`: whether another of those sequences reported it already. `replayed`: whether it replayed a CUDA graph.
+    many sequences shared it. `replayed`: whether it replayed a CUDA graph.
     """
 
     rows: int
     seconds: float
     texts: int = 1
-    repeated: bool = False
     replayed: bool = False
 
     @property

@@ -86,10 +86,12 @@ class Traits:
         casts = torch.float32 in self.dtypes and torch.is_autocast_enabled(self.device.type)  # which leaves float64 as it is
         return casts or self.rounds_input or not self.dtypes.isdisjoint(HALF)
 
-    def tolerance(self, *, half: bool) -> float:
+    @property
+    def tolerance(self) -> float:
         """An estimate of how much another shape of a forward pass may change the gap between two ids' logits; 0 if the model
-        wasn't tried. `half`: whether it computes in half precision.
+        wasn't tried.
         """
+        half = self.computes_in_half
         kinds = HALF if half else (torch.float32, torch.float64)
         dtype = self.dtype if self.dtype in kinds else kinds[0]  # by autocast, or within quantised layers
         return _ROUNDINGS[half] * float(torch.finfo(dtype).eps) * self.largest_logit

@@ -139,12 +139,11 @@ class Batch(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of a sequence's guess: how many `rows` it had in the target's forward pass, how many `picks` were committed,
-    and the `proposals` of its `drafts`, none of which there are if it didn't guess.
+    """What became of a sequence's guess: how many `rows` it had in the target's forward pass, and the `proposals` of its
+    `drafts`, none of which there are if it didn't guess.
     """
 
     rows: float = 1
-    picks: int = 1
     drafts: Sequence[DraftPolicy] = ()
     proposals: Sequence[Proposal] = ()
 
