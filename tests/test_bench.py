@@ -36,7 +36,7 @@ def chat_model(family: str = "byte-level BPE", seed: int = 0) -> tuple[Any, Any]
 
 @pytest.fixture(autouse=True)
 def one_length_of_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xtok.bench.compare.LENGTHS", (2,))
+    monkeypatch.setitem(compare.__kwdefaults__, "lengths", (2,))
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from xtok.drafts.corpus import Corpus, Repeats, TextMemory
 from xtok.drafts.lookup import Lookup
 from xtok.errors import InvalidInputError
 
-WORDS = tokenizer("byte-level BPE")
 few_ids = st.lists(st.integers(0, 3), max_size=40)
 
 

@@ -15,7 +15,6 @@ from worlds import TREE, budgets, deep, make_target_expensive, quick, whole_gene
 from xtok import Budget, Generation, WrittenRound, XTokAssisted, pair
 
 LONG = {**GREEDY, "max_new_tokens": 40, "eos_token_id": None}
-EDITS = ("whole", "from its middle on", "with a word changed", "of another text", "nonsense")
 
 
 def predicted(truth: str, how: str) -> str:

@@ -12,14 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from xtok.decoding.arguments import (
-    GenerateArguments,
-    TextArguments,
-    check_adapters,
-    check_arguments,
-    check_batch_size,
-    check_rows,
-)
+from xtok.decoding.arguments import GenerateArguments, TextArguments, check_adapters, check_arguments, check_rows
 from xtok.decoding.assemble import assemble, fitted, name_of, refitted
 from xtok.decoding.prepare import Prepared, add_noise_and_shapes, by_row, passed_to_generate, prepare, prepare_one
 from xtok.decoding.rounds import run
@@ -28,7 +21,7 @@ from xtok.decoding.setup import Acceptance, Setup
 from xtok.decoding.start import start
 from xtok.drafts.base import Draft, Drafter
 from xtok.drafts.policy.settings import Budget
-from xtok.errors import InvalidInputError, UnsupportedArgumentError
+from xtok.errors import InvalidInputError, UnsupportedArgumentError, check_whole
 from xtok.models.cache import CACHE
 from xtok.models.load import Device, DeviceMap, Dtype, OneOrEach, Quantization, Source, Target
 from xtok.models.modes import current, within
@@ -213,7 +206,7 @@ class XTokAssisted:
         setup, many = self.setup, is_several(prompt)
         streamer = arguments.pop("streamer", None)
         batch_size, progress = arguments.pop("batch_size", BATCH), arguments.pop("progress", None)
-        check_batch_size(batch_size)
+        check_whole("batch_size", batch_size, 1)
         requests = prepare(setup, list(prompt) if many else [prompt], arguments)
         if streamer is not None and len(requests) > 1:
             raise UnsupportedArgumentError("A streamer takes one text. Call generate once per prompt, for one text each.")

@@ -40,6 +40,12 @@ def shown(value: object) -> str:
 _LONGEST = 80
 
 
+def check_whole(name: str, value: object, least: int) -> None:
+    """Raises `InvalidInputError` unless the value of `name` is a whole number of at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise InvalidInputError(f"{name} is {shown(value)}; it must be a whole number, {least} or more.")
+
+
 class XTokError(Exception):
     """Base of all errors of xtok."""
 

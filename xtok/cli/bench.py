@@ -18,7 +18,7 @@ HELD_OUT = 6
 """Every sixth of the prompts of the Japanese pair is for measuring; the others are for tuning."""
 
 
-class Asked(str, Enum):
+class Suite(str, Enum):
     """What is measured in place of texts to continue."""
 
     SPEC = "spec"
@@ -27,9 +27,9 @@ class Asked(str, Enum):
 @on_the_command_line
 def bench(
     models: Models,
-    asked: Annotated[
-        Asked | None,
-        typer.Argument(help="Ask MT-Bench's questions, in English and Japanese, on one thread.", show_default=False),
+    suite: Annotated[
+        Suite | None,
+        typer.Argument(help="spec: MT-Bench's questions, in English and Japanese, on one thread.", show_default=False),
     ] = None,
     file: Annotated[
         Path | None,
@@ -84,24 +84,24 @@ def bench(
     from xtok.drafts.heads import HeadsDrafter
     from xtok.models.packed import multiplies_half
 
-    settings = runs.named_settings(setting or (["greedy", "sampled"] if asked else ["greedy", "penalty", "sampled"]))
-    if (kind or turns > 1) and (file is not None or not asked):
+    settings = runs.named_settings(setting or (["greedy", "sampled"] if suite else ["greedy", "penalty", "sampled"]))
+    if (kind or turns > 1) and (file is not None or not suite):
         raise InvalidInputError("--kind and --turns choose from MT-Bench. Use them with xtok bench spec, without --prompts.")
-    questions = _questions(models, asked, file, kind or ())[:limit]
-    if asked and limit is None and file is None:
+    questions = _questions(models, suite, file, kind or ())[:limit]
+    if suite and limit is None and file is None:
         questions = questions[: len({one.kind for one in questions})]
     target, small = _loaded(models, draft)
     prompts: Sequence[Any] = [one.turns[0] for one in questions]
-    if asked or (file is None and models.pair and models.pair.chats):
+    if suite or (file is None and models.pair and models.pair.chats):
         prompts = spec.as_chats(target[1], prompts)
-    if asked:
+    if suite:
         heads = heads or (models.pair.heads if models.named and models.pair else None)
         torch.set_num_threads(1)  # small models gain nothing from more, and the target alone is measured by the same number
-    length = max_new_tokens or (128 if asked else 64)
+    length = max_new_tokens or (128 if suite else 64)
     shape: dict[str, Any] = {"heads": None if heads is None else HeadsDrafter(heads), "max_new_tokens": length, "batch": batch}
-    shape |= {"lengths": ()} if asked else {}
+    shape |= {"lengths": ()} if suite else {}
     if target[0].device.type == "cpu" and not multiplies_half():  # elsewhere, xtok loads as transformers does
-        shape["ours"] = _loaded_by_xtok(models, draft, with_draft=small is not None)
+        shape["ours"] = models.load_as_xtok(None if small is None else models.draft_model(draft))
     if turns > 1:
         answering = XTokAssisted(shape["ours"][0] if "ours" in shape else target)
         prompts = [*prompts, *spec.second_turns(answering, questions, prompts, length)]
@@ -110,7 +110,7 @@ def bench(
     for name, way in settings.items():
         done = compare.compare(target, small, prompts, way, **shape)
         found[name] = compare.rows_of(done, sampled=way.arguments["do_sample"])
-        by_kind |= {name: spec.kind_rows(kinds, done)} if asked and batch == 1 else {}
+        by_kind |= {name: spec.kind_rows(kinds, done)} if suite and batch == 1 else {}
     device, titles = compare.described(target[0]), {name: way.title for name, way in settings.items()}
     if json:
         typer.echo(as_json({"device": device, "max_new_tokens": length, "titles": titles, "kinds": by_kind, "settings": found}))
@@ -120,13 +120,13 @@ def bench(
     typer.echo(f"{device}, {len(prompts)} prompts, up to {length} tokens each.")
 
 
-def _questions(models: Models, asked: Asked | None, file: Path | None, kinds: Sequence[str]) -> "list[Question]":
+def _questions(models: Models, suite: Suite | None, file: Path | None, kinds: Sequence[str]) -> "list[Question]":
     """The lines of the file, MT-Bench's questions, or the pair's texts that no draft was tuned on."""
     from xtok.bench import spec
 
     if file is not None:
         return [spec.Question("of the file", (line,)) for line in read_lines(file)]
-    if asked:
+    if suite:
         return spec.questions(kinds)
     found = models.pair or pair("aozora")
     return [spec.Question("held out", (text,)) for text in found.prompts[:: HELD_OUT if found.name == "aozora" else 1]]
@@ -137,13 +137,3 @@ def _loaded(models: Models, draft: str | None) -> tuple[Any, Any]:
     if draft == "lookup" or (draft is None and (models.pair is None or models.pair.draft is None)):
         return models.load()[0], None
     return models.load_pair(draft)
-
-
-def _loaded_by_xtok(models: Models, draft: str | None, *, with_draft: bool) -> tuple[Any, Any]:
-    """Target and draft as `_loaded`, as xtok loads them for itself."""
-    from xtok.models.load import draft_model, placements, target_model
-
-    places = placements(**models.placed)
-    big = target_model(models.source, places[0])
-    small = draft_model(models.draft_model(draft), places[1]) if with_draft else None
-    return (big.model, big.vocabulary.tokenizer), small and (small.model, small.vocabulary.tokenizer)

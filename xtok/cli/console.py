@@ -97,7 +97,7 @@ class Models(NamedTuple):
             raise InvalidInputError(f'--draft is "{draft}", and this command needs a draft model. Give a hub id or path.')
         if draft is not None and holds_heads(draft):
             raise InvalidInputError(
-                f"{draft} holds heads, and this command needs a draft model. xtok bench spec --heads measures heads."
+                f"{draft} holds heads, and this command needs a draft model. xtok bench --heads measures heads."
             )
         found = draft or (self.pair and self.pair.draft)
         if found is None:
@@ -146,6 +146,15 @@ class Models(NamedTuple):
         """Target and draft model, each with its tokenizer. Errors are those of `load` and `draft_model`."""
         big, drafts = self.load([self.draft_model(draft)])
         return big, next(iter(drafts.values()))
+
+    def load_as_xtok(self, draft: str | None) -> tuple[Any, Any]:
+        """The target and a draft model, if one is named, as `XTokAssisted` loads them, each with its tokenizer."""
+        from xtok.models.load import draft_model, placements, target_model
+
+        places = placements(**self.placed)
+        big = target_model(self.source, places[0])
+        small = None if draft is None else draft_model(draft, places[1], big.traits.device)
+        return (big.model, big.vocabulary.tokenizer), small and (small.model, small.vocabulary.tokenizer)
 
 
 def on_the_command_line(command: Callable[..., None], code: int = 1) -> Callable[..., None]:

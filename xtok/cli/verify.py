@@ -40,7 +40,7 @@ def verify(
     stable: StableOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Check on your models, machine and precision that what guesses, and what runs beside a text, changes none of its ids.
+    """Check on your models, machine and precision that neither drafts nor batches change any id of a text.
 
     Exits with 0 if all ids are equal, but for near ties with `model.generate`; with 1 if not; with 2 if it can't run.
     """
@@ -49,22 +49,16 @@ def verify(
     with stage(f"Verifying {name}: texts, greedy and sampled, with and without drafts, in batches"):
         from xtok.bench.compare import described
         from xtok.bench.verify import PROMPTS, verify
-        from xtok.models.cache import device_of
-        from xtok.models.load import load, placements, target_model
 
-        places = placements(**models.placed)
-        loaded = target_model(models.source, places[0])
-        target = loaded.model, loaded.vocabulary.tokenizer
-        guess: Any = models.guesser(draft)
-        if isinstance(guess, str):
-            guess = load(guess, "draft", places[1], device_of(loaded.model))
+        guess = models.guesser(draft)
+        target, small = models.load_as_xtok(guess if isinstance(guess, str) else None)
     texts = PROMPTS[:limit] if lines is None else lines
-    found = verify(target, guess, texts, max_new_tokens=max_new_tokens, seed=seed, stable=stable)
+    found = verify(target, small or guess, texts, max_new_tokens=max_new_tokens, seed=seed, stable=stable)
     if json:
-        typer.echo(as_json({"holds": found.holds, "device": described(loaded.model), "seed": seed, **vars(found)}))
+        typer.echo(as_json({"holds": found.holds, "device": described(target[0]), "seed": seed, **vars(found)}))
     else:
-        _print(found, loaded.vocabulary.tokenizer)
-        typer.echo(f"{described(loaded.model)}, seed {seed}.")
+        _print(found, target[1])
+        typer.echo(f"{described(target[0])}, seed {seed}.")
     raise typer.Exit(0 if found.holds else 1)
 
 

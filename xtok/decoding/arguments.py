@@ -284,8 +284,3 @@ def check_boundary(known: Traits, ids: Tensor, inputs: Mapping[str, Any], longes
 def check_seed(seed: Any) -> None:
     if not (isinstance(seed, int) and not isinstance(seed, bool) and 0 <= seed < 1 << 64):
         raise InvalidInputError(f"seed is {seed!r}; it must be a whole number from 0 to 2**64 - 1, or None to draw one.")
-
-
-def check_batch_size(size: Any) -> None:
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise InvalidInputError(f"batch_size is {size!r}; it must be a whole number, 1 or more.")

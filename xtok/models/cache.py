@@ -1,4 +1,4 @@
-"""transformers' KV caches, and facts about a model that its configuration and weights tell."""
+"""transformers' KV caches, and facts about a model that follow from its configuration and weights."""
 
 import inspect
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What a prompt was answered with: its text, its figures, and its trace, which tells who each token is from."""
+"""What a prompt was answered with: its text, its figures, and its trace, which names the draft that guessed each token."""
 
 import json
 from collections.abc import Iterator, Mapping

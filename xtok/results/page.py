@@ -22,7 +22,7 @@ VIEW = Path(__file__).parent / "view"
 
 
 def tints(drafts: Sequence[str]) -> dict[str, str]:
-    """The colour of each draft, as #rrggbb: that of its kind, which its name tells. A name of no known kind is a model's."""
+    """The colour of each draft, as #rrggbb: that of its kind, by its name. A name of no known kind is a model's."""
     return {name: TINTS.get(re.sub(r" \(\d+\)$", "", name), TINTS[MODEL]) for name in drafts}
 
 

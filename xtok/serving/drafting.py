@@ -19,7 +19,7 @@ from xtok.drafts.policy.settings import Budget, check_budget
 from xtok.drafts.recycling import TokenRecycling
 from xtok.drafts.session import Guess, Session
 from xtok.drafts.tree import Tree
-from xtok.errors import InvalidInputError, shown
+from xtok.errors import InvalidInputError, check_whole, shown
 from xtok.models.cache_set import CacheSet, Slots
 from xtok.models.forwards import run_lockstep
 from xtok.models.load import Source, draft_model
@@ -177,8 +177,7 @@ class DraftEngine:
         is to verify them in its next forward pass, over these texts alone. In the first step all are empty unless the budget is
         constant: what guessing costs isn't known yet. Raises `InvalidInputError`.
         """
-        if not isinstance(longest, int) or isinstance(longest, bool) or longest < 0:
-            raise InvalidInputError(f"longest is {longest!r}; it must be a whole number, 0 or more.")
+        check_whole("longest", longest, 0)
         if not isinstance(texts, Sequence) or isinstance(texts, str | bytes):
             raise InvalidInputError(f"texts is {shown(texts)}; give a list of texts that add returned.")
         for text in texts:

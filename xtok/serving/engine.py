@@ -12,13 +12,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from xtok.assisted import XTokAssisted
-from xtok.decoding.arguments import check_batch_size
 from xtok.decoding.prepare import Prepared, prepare_one
 from xtok.decoding.rounds import run
 from xtok.decoding.sequence import Sequence
 from xtok.decoding.setup import Setup
 from xtok.decoding.start import start
-from xtok.errors import EngineClosedError, EngineFullError, InvalidInputError, UnsupportedArgumentError
+from xtok.errors import EngineClosedError, EngineFullError, InvalidInputError, UnsupportedArgumentError, check_whole
 from xtok.models.cache_set import CacheSet
 from xtok.models.modes import current, within
 from xtok.models.prompts import KnownPrompt, Prompt
@@ -99,9 +98,8 @@ class Engine:
         """
         if not isinstance(xt, XTokAssisted):
             raise InvalidInputError(f"xt is {xt!r}; pass an XTokAssisted: Engine(XTokAssisted(target, draft)).")
-        check_batch_size(batch_size)
-        if not isinstance(queue, int) or isinstance(queue, bool) or queue < 0:
-            raise InvalidInputError(f"queue is {queue!r}; it must be a whole number, 0 or more.")
+        check_whole("batch_size", batch_size, 1)
+        check_whole("queue", queue, 0)
         if not isinstance(prefix_cache, bool):
             raise InvalidInputError(f"prefix_cache is {prefix_cache!r}; it must be True or False.")
         self._xt, self._memory, self._keeps = xt, memory, prefix_cache

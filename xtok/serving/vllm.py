@@ -104,7 +104,7 @@ class XTokProposer:
 
     @staticmethod
     def _text(engine: DraftEngine, known: DraftedText | None, row: Any, size: int) -> DraftedText:
-        """A row's text, told what was committed. `size`: how many of the row's ids this step committed."""
+        """A row's text, up to date with what was committed. `size`: how many of the row's ids this step committed."""
         if known is None:
             return engine.add(row.tolist())
         before = len(row) - size

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from xtok.align.vocabulary import Projection
 from xtok.errors import InvalidInputError, install
+from xtok.models.cache import parameter_count
 from xtok.tune.examples import IGNORED
 
 _LARGE = 500e6
@@ -24,7 +25,7 @@ _LEAST = 1e-6
 
 def trains_by_lora(draft: PreTrainedModel, lora: bool | None) -> bool:
     """Whether to train a draft by LoRA: `lora`, or by its size. Raises `InvalidInputError` if peft is missing for that."""
-    adapts = size_of(draft) > _LARGE if lora is None else lora
+    adapts = parameter_count(draft) > _LARGE if lora is None else lora
     if adapts and not find_spec("peft"):
         raise InvalidInputError(f"LoRA needs peft; or set lora to False. Install with: {install('tune')}")
     return adapts
@@ -32,11 +33,7 @@ def trains_by_lora(draft: PreTrainedModel, lora: bool | None) -> bool:
 
 def rate_for(draft: PreTrainedModel, lora: bool) -> float:
     """The default learning rate. At the rates that small models need in full fine-tuning, large ones forget what they know."""
-    return 2e-4 if lora else min(1e-3, 1e-3 * math.sqrt(5e6 / size_of(draft)))
-
-
-def size_of(draft: PreTrainedModel) -> int:
-    return sum(weight.numel() for weight in draft.parameters())
+    return 2e-4 if lora else min(1e-3, 1e-3 * math.sqrt(5e6 / parameter_count(draft)))
 
 
 def loss_of(draft: Any, inputs: dict[str, Tensor], seen: Projection) -> Tensor:

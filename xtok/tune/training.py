@@ -14,7 +14,7 @@ from transformers import get_linear_schedule_with_warmup
 
 from xtok.assisted import XTokAssisted
 from xtok.drafts.policy.settings import Budget
-from xtok.errors import InvalidInputError, shown
+from xtok.errors import InvalidInputError, check_whole, shown
 from xtok.models.load import Source
 from xtok.models.prompts import Chat
 from xtok.models.timing import perf_counter, timed
@@ -41,9 +41,7 @@ def check(settings: Mapping[str, Any], **least: int) -> None:
     if not isinstance(out, str | os.PathLike) or not str(out).strip():
         raise InvalidInputError(f"out is {shown(out)}; give the path to write to.")
     for name, smallest in least.items():
-        value = settings[name]
-        if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
-            raise InvalidInputError(f"{name} is {shown(value)}; it must be a whole number, {smallest} or more.")
+        check_whole(name, settings[name], smallest)
     if not (isinstance(sampled, Real) and 0 <= sampled <= 1):
         raise InvalidInputError(f"sampled is {shown(sampled)}; it must be a share of the texts, from 0 to 1.")
     for name, default in {"hours": 1.0, "temperature": None, "learning_rate": None}.items():
