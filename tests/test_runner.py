@@ -264,6 +264,21 @@ def test_a_models_weights_are_packed_in_place_and_stay_exact(dtype: torch.dtype)
 
 
 @pytest.mark.skipif(not IS_AVX2, reason="needs a CPU without instructions for half precision")
+def test_each_weight_is_freed_before_the_next_ones_are_packed() -> None:
+    model: Any = target()
+    first, alive = ref(model.lm_head.weight), list[bool]()
+
+    class Watching(type(model.model.layers[-1].mlp)):  # type: ignore[misc]
+        def __setattr__(self, name: str, value: Any) -> None:
+            alive.append(first() is not None)
+            super().__setattr__(name, value)
+
+    model.model.layers[-1].mlp.__class__ = Watching
+    pack_in_place(model, convert=True)
+    assert alive and not any(alive)
+
+
+@pytest.mark.skipif(not IS_AVX2, reason="needs a CPU without instructions for half precision")
 @pytest.mark.parametrize("kind", ["gpt2", "falcon", "mixtral"])
 def test_a_model_most_of_which_can_not_be_packed_stays_in_half_precision(kind: str) -> None:
     """Found in review: it took twice the memory."""

@@ -260,6 +260,7 @@ def pack_in_place(model: PreTrainedModel, *, convert: bool) -> None:
         def replace(place: tuple[nn.Module, str, Any]) -> None:
             made = Float16Linear(place[2], scales[place[2]])  # type: ignore[arg-type]
             made.drop_own()
+            place[2].weight = place[2].bias = None  # frees them before the others are packed
             setattr(*place[:2], made)
 
         children = ((parent, *child) for parent in model.modules() for child in parent.named_children())

