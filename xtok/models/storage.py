@@ -20,20 +20,40 @@ def doubled(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
+class Window:
+    """What layers read of the next forward pass, as `Storage.look` sets it. They don't refer to the storage, so that both
+    are freed at once.
+    """
+
+    first: int
+    last: int
+    cache_positions: Tensor
+    seen: int
+    new: range | None
+    index: Tensor
+
+    def __init__(self, *, evenly: bool) -> None:
+        self.evenly = evenly
+        self.shape = 0, 0
+
+
 class Storage:
     """Keys and values of a model's layers for the rows of a shared cache. What a row holds beyond its sequence's end is
     anything, but numbers where a forward pass reads it.
 
-    `layers`: one for each of the model's, which write and read what `look` set. `shape`: how many rows and positions each has,
-    or gets when it is first written to.
+    `layers`: one for each of the model's, which write and read what `look` set.
     """
 
     def __init__(self, layers: int, rows: int, *, evenly: bool = False) -> None:
         """`rows`: how many it has at least. `evenly`: whether attention gets a multiple of `QUERIES` queries for each row."""
-        self._least, self.evenly = rows, evenly
-        self.layers = [Layer(self) for _ in range(layers)]
-        self.shape = 0, 0
+        self._least, self._window = rows, Window(evenly=evenly)
+        self.layers = [Layer(self._window) for _ in range(layers)]
         self._used: list[int] = []  # up to which position each row may hold something
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """How many rows and positions each layer has, or gets when it is first written to."""
+        return self._window.shape
 
     @property
     def parts(self) -> list[Tensor]:
@@ -45,9 +65,10 @@ class Storage:
         ids to `cache_positions`, (rows, new). `new`: in a forward pass of one row, the positions of its new ids without
         padding, which isn't written; None for several rows.
         """
-        self.first, self.last = first, first + len(cache_positions)
-        self.cache_positions, self.seen, self.new = cache_positions, seen, new
-        self.index = torch.arange(first, self.last, dtype=torch.int64, device=cache_positions.device)[:, None]
+        window, last = self._window, first + len(cache_positions)
+        window.first, window.last, window.seen, window.new = first, last, seen, new
+        window.cache_positions = cache_positions
+        window.index = torch.arange(first, last, dtype=torch.int64, device=cache_positions.device)[:, None]
 
     def fitting(self, last: int, reach: int, least: tuple[int, int], capacity: int | None) -> tuple[int, int]:
         """The shape in which rows up to `last` have memory for `reach` positions: this one, or one with more than is needed if
@@ -69,7 +90,7 @@ class Storage:
 
     def resize(self, rows: int, positions: int) -> bool:
         """Get a shape, with the same contents as far as it reaches. Returns whether something moved in memory."""
-        self.shape, before = (rows, positions), self.parts
+        self._window.shape, before = (rows, positions), self.parts
         for layer in self.layers:
             layer.resize()
         self._used = [min(used, positions) for used in self._used[:rows]]
@@ -106,7 +127,7 @@ class Storage:
         """Get `rows` rows with memory for `capacity` positions, the first of which repeat what another's first row holds."""
         self._used = [positions] * rows
         if positions:
-            self.shape = rows, capacity
+            self._window.shape = rows, capacity
             for layer, own in zip(self.layers, other.layers, strict=True):
                 layer.tile(own, positions, other._used[0])
 
@@ -122,9 +143,9 @@ class Layer(CacheLayerMixin):  # type: ignore[no-untyped-call, unused-ignore]
 
     is_sliding = False
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, window: Window) -> None:
         super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
-        self._storage = storage
+        self._window = window
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.keys, self.values = (
@@ -142,7 +163,7 @@ class Layer(CacheLayerMixin):  # type: ignore[no-untyped-call, unused-ignore]
                 self.resize()
         assert self.keys is not None and self.values is not None
         keys, values = self._written(self.keys, key_states), self._written(self.values, value_states)
-        return keys.as_subclass(EvenKeys if self._storage.evenly and key_states.shape[2] % QUERIES else Keys), values
+        return keys.as_subclass(EvenKeys if self._window.evenly and key_states.shape[2] % QUERIES else Keys), values
 
     def resize(self) -> None:
         """Get the shape of the storage."""
@@ -151,38 +172,38 @@ class Layer(CacheLayerMixin):  # type: ignore[no-untyped-call, unused-ignore]
 
     def _resized(self, held: Any) -> Tensor:
         """`held`, or a tensor of the shape that the layer is to have, with the same contents."""
-        (rows, _, positions, _), (wanted_rows, wanted) = held.shape, self._storage.shape
+        (rows, _, positions, _), (wanted_rows, wanted) = held.shape, self._window.shape
         if (wanted_rows, wanted) == (rows, positions):
             return held  # type: ignore[no-any-return]
         return pad(held, (0, 0, 0, wanted - positions, 0, 0, 0, wanted_rows - rows))  # cuts, too
 
     def _written(self, held: Tensor, states: Tensor) -> Tensor:
-        storage = self._storage
-        if storage.new is not None:
-            count = storage.new.stop - storage.new.start  # dynamo takes no length of a range
-            held.select(0, storage.first).narrow(1, storage.new.start, count).copy_(states[0, :, -count:])
+        window = self._window
+        if window.new is not None:
+            count = window.new.stop - window.new.start  # dynamo takes no length of a range
+            held.select(0, window.first).narrow(1, window.new.start, count).copy_(states[0, :, -count:])
         else:
             index, positions = (
-                storage.index.to(held.device),
-                storage.cache_positions.to(held.device),
+                window.index.to(held.device),
+                window.cache_positions.to(held.device),
             )  # layers may lie elsewhere
             held[index, :, positions] = states.transpose(1, 2)
-        return held.narrow(0, storage.first, storage.last - storage.first).narrow(2, 0, storage.seen)
+        return held.narrow(0, window.first, window.last - window.first).narrow(2, 0, window.seen)
 
     def tile(self, other: "Layer", positions: int, held: int) -> None:
         """Fill the first `positions` of each row by repeating the first `held` positions of another layer's first row."""
         assert other.keys is not None and other.values is not None
-        (rows, capacity), device = self._storage.shape, other.keys.device
+        (rows, capacity), device = self._window.shape, other.keys.device
         sources = torch.arange(positions, dtype=torch.int64, device=device) % held
         tiles = (part[:1, :, sources].expand(rows, -1, -1, -1) for part in (other.keys, other.values))
         self.keys, self.values = (pad(part, (0, 0, 0, capacity - positions)) for part in tiles)
         self.is_initialized = True
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._storage.seen, 0
+        return self._window.seen, 0
 
     def get_seq_length(self) -> int:
-        return self._storage.seen
+        return self._window.seen
 
     def get_max_length(self) -> int:
         return -1  # as transformers says that there is no limit
