@@ -32,7 +32,7 @@ SAMPLES = {
 }
 """Openings of paragraphs that neither model was trained on, and what they mean."""
 ANSWERED: dict[str, Any] = {"max_new_tokens": 96, "do_sample": False}
-SHORTER: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
+SHORTER: dict[str, Any] = {"max_new_tokens": 32, "do_sample": False}
 CONTINUED: dict[str, Any] = {"max_new_tokens": 48, "do_sample": False, "repetition_penalty": 1.3}
 QUESTIONS = ("What causes the seasons on Earth? Answer in three sentences.", "Write a polite email that asks for a day off.")
 IN_TWO_LANGUAGES = ("Write a Python function that checks whether a word is a palindrome.", "自然言語処理とは何ですか。")
