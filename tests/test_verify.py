@@ -83,14 +83,17 @@ def test_one_wrong_id_in_any_one_way_is_found(monkeypatch: pytest.MonkeyPatch, n
     assert all(one.margin is None if title == SAMPLED else one.margin > found.tolerance for one in found.differences)
 
 
-@pytest.mark.parametrize(("number", "holds"), [(0, True), (1, False), (5, False), (12, False)])
-def test_a_near_tie_excuses_a_difference_from_transformers_alone(
-    monkeypatch: pytest.MonkeyPatch, number: int, holds: bool
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("number", [0, 1, 5, 12])
+def test_a_near_tie_excuses_a_difference_in_half_precision_from_transformers_alone(
+    monkeypatch: pytest.MonkeyPatch, number: int, half: bool
 ) -> None:
+    """Found on SmolLM2 in float32: two logits that were 8e-6 apart."""
     monkeypatch.setattr(Traits, "tolerance", 100.0)
+    monkeypatch.setattr(Traits, "computes_in_half", half)
     tamper(monkeypatch, number)
     found = verified()
-    assert found.holds == holds
+    assert found.holds == (number == 0 or (not half and number < 12))
     assert all(one.near_tie == (one.setting == GREEDY) for one in found.differences)
 
 
@@ -108,7 +111,7 @@ def test_differences_are_printed_and_exit_with_1_unless_they_are_near_ties(monke
     monkeypatch.setattr(Traits, "tolerance", 100.0)
     printed, _ = run(*asked)
     assert f"\nnear tie{shown}" in printed and "apart, a near tie up to 1e+02\n" in printed
-    assert "\nEqual, but for 1 texts of model.generate that go on otherwise from a near tie on.\n" in printed
+    assert "\nEqual, but for 1 texts that go on otherwise from a near tie on.\n" in printed
 
 
 def test_a_lossy_way_to_accept_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +137,7 @@ def test_near_ties_with_transformers_are_excused_and_differences_from_xtok_alone
     printed, _ = run(*asked)
     apart = re.findall(r"\nnear tie: greedily, xtok alone, .* logits are (.*) apart, a near tie up to (.*)\n", printed)
     assert apart and all(0 <= float(margin) <= float(tolerance) for margin, tolerance in apart)
-    assert f"\nEqual, but for {len(apart)} texts of model.generate that go on otherwise from a near tie on.\n" in printed
+    assert f"\nEqual, but for {len(apart)} texts that go on otherwise from a near tie on.\n" in printed
     printed, _ = run(*asked, "--no-stable", code=1)
     assert "\nnear tie: greedily, drafts, trees" in printed and "\nDIFFERENT: sampled" in printed
     assert "\nEqual ids aren't promised" in printed and "\nNOT EQUAL: " in printed

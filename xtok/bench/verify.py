@@ -24,6 +24,7 @@ from xtok.bench.verdict import CHAIN
 from xtok.drafts.policy.settings import Budget
 from xtok.models.capabilities import traits
 from xtok.models.prompts import Prompt, prompt_ids
+from xtok.models.traits import Traits
 from xtok.results.progress import bar
 
 PROMPTS = (
@@ -66,7 +67,8 @@ class Row:
 class Difference:
     """The first difference between a text of a way and its `reference`. `own`, `other`: the ids, None where a text has ended.
     `margin`: of greedy texts, by how much the logits of these ids differ if transformers reads the text up to there at once.
-    `near_tie`: whether rounding explains that.
+    `near_tie`: whether rounding explains that. `is_allowed`: whether it keeps the promise, which excuses near ties, but in half
+    precision only those at which transformers' text goes on otherwise.
     """
 
     setting: str
@@ -78,11 +80,7 @@ class Difference:
     other: int | None
     margin: float | None
     near_tie: bool
-
-    @property
-    def is_allowed(self) -> bool:
-        """Whether it keeps the promise: a near tie, at which only transformers' text goes on otherwise."""
-        return self.near_tie and self.reference == TRANSFORMERS
+    is_allowed: bool
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,7 @@ class Verified:
 
     @property
     def holds(self) -> bool:
-        """Whether all ids are equal, but for near ties with transformers' texts."""
+        """Whether all ids are equal, but for near ties that are allowed."""
         return all(one.is_allowed for one in self.differences)
 
 
@@ -115,10 +113,10 @@ def verify(
     for title, way in bar(steps, "ways to generate"):
         shared = {"texts": texts, "seed": seed, "max_new_tokens": max_new_tokens}
         runs[title][way] = systems[way](**shared, **settings[title].arguments)
-    tolerance = traits(target[0]).tolerance
-    found = [one for title, own in runs.items() for one in _differences(target, texts, title, own, tolerance)]
+    known = traits(target[0])
+    found = [one for title, own in runs.items() for one in _differences(target, texts, title, own, known)]
     rows = {title: [_row(way, own) for way in own if way != TRANSFORMERS] for title, own in runs.items()}
-    return Verified(names, tolerance, rows, found)
+    return Verified(names, known.tolerance, rows, found)
 
 
 def _systems(target: tuple[Any, Any], draft: Any, stable: bool | None) -> tuple[tuple[str, ...], dict[str, System]]:
@@ -152,7 +150,7 @@ def _row(way: str, runs: Mapping[str, Written]) -> Row:
 
 
 def _differences(
-    target: tuple[Any, Any], prompts: Sequence[str], setting: str, runs: Mapping[str, Written], tolerance: float
+    target: tuple[Any, Any], prompts: Sequence[str], setting: str, runs: Mapping[str, Written], known: Traits
 ) -> Iterator[Difference]:
     """The first difference of each text from xtok alone, and of xtok alone from transformers, with which the others then agree
     or disagree alike.
@@ -165,8 +163,9 @@ def _differences(
             if (found := first_difference(own, other)) is not None:
                 position, *ids = found
                 margin = None if setting != GREEDY.title else logit_gap(target, prompt, own[:position], *ids)
-                near_tie = margin is not None and margin <= tolerance
-                yield Difference(setting, way, reference, prompt, *found, margin, near_tie)
+                near_tie = margin is not None and margin <= known.tolerance
+                allowed = near_tie and (reference == TRANSFORMERS or not known.computes_in_half)
+                yield Difference(setting, way, reference, prompt, *found, margin, near_tie, allowed)
 
 
 def logit_gap(target: tuple[Any, Any], prompt: Prompt, before: list[int], own: int | None, other: int | None) -> float | None:

@@ -42,7 +42,8 @@ def verify(
 ) -> None:
     """Check on your models, machine and precision that neither drafts nor batches change any id of a text.
 
-    Exits with 0 if all ids are equal, but for near ties with `model.generate`; with 1 if not; with 2 if it can't run.
+    Exits with 0 if all ids are equal but for near ties, which in half precision excuse `model.generate` alone; with 1 if not;
+    with 2 if it can't run.
     """
     name = models.pair.name if models.pair else models.target
     lines = None if file is None else read_lines(file)[:limit]
@@ -81,7 +82,7 @@ def _print(found: "Verified", tokenizer: Any) -> None:
     if wrong:
         typer.echo(f"NOT EQUAL: {len(wrong)} texts in {len({(one.setting, one.way) for one in wrong})} ways.")
     elif ties:
-        typer.echo(f"Equal, but for {len(ties)} texts of {TRANSFORMERS} that go on otherwise from a near tie on.")
+        typer.echo(f"Equal, but for {len(ties)} texts that go on otherwise from a near tie on.")
     else:
         typer.echo("Equal: all ids.")
 
