@@ -86,13 +86,13 @@ def test_cancelled_sequences_make_room_and_those_that_waited_are_never_forwarded
         with held(engine, 4, eos_token_id=None, max_new_tokens=200) as halfway:
             waiting, last = (engine.submit(prompt, **GREEDY) for prompt in TEXTS[1:3])
             assert halfway.cancel() and waiting.cancel() and not waiting.done
-        begun, nothing = read(halfway), read(waiting)
+        started, queued = read(halfway), read(waiting)
         assert ids(last) == greedily("Llama", TEXTS[2])
         assert not waiting.cancel()
         assert engine.stats.tokens < 200 and all(len(row) == 1 for row in seen)
-    assert [type(error) for _, error in (begun, nothing)] == [CancelledError] * 2
-    assert begun[0] and PLAIN.generate(TEXTS[0], **{**ENDLESS, "max_new_tokens": 200}).text.startswith(begun[0])
-    assert nothing[0] == ""
+    assert [type(error) for _, error in (started, queued)] == [CancelledError] * 2
+    assert started[0] and PLAIN.generate(TEXTS[0], **{**ENDLESS, "max_new_tokens": 200}).text.startswith(started[0])
+    assert queued[0] == ""
 
 
 class StartsFor:

@@ -244,6 +244,9 @@ def test_mt_bench_is_fetched_once_and_its_kinds_take_turns(mt_bench: Registry) -
     mt_bench.publish("flexeval-0.18.3-py3-none-any.whl", {})
     with pytest.raises(InvalidInputError, match="doesn't hold MT-Bench as published"):
         spec.questions()
+    mt_bench.fail("ERROR: nothing for flexeval==0.18.3")
+    with pytest.raises(InvalidInputError, match="Without it: xtok bench spec --prompts FILE"):
+        spec.questions()
 
 
 def test_its_figures_are_by_kind_and_in_all_and_second_questions_follow_answers(mt_bench: Registry) -> None:

@@ -116,6 +116,19 @@ def test_a_scale_leaves_every_value_as_it_is(values: list[float], rounds: bool) 
         assert Fraction(as_half) == Fraction(value) * Fraction(scale)
 
 
+def test_a_bias_stays_exact_though_the_scale_is_that_of_the_weight() -> None:
+    """Found in review: half of float16's smallest number is 0."""
+    layer = nn.Linear(1, 1, dtype=torch.float16)
+    with torch.no_grad():
+        layer.weight.fill_(65_024.0)
+        layer.bias.fill_(2.0**-24)
+    scale = exact_scale(layer.weight)
+    assert scale == 0.5
+    made = Float16Linear(layer, scale)
+    made.drop_own()
+    assert made.bias is not None and made.bias.item() == 2.0**-24
+
+
 def test_weights_as_models_have_them_have_a_scale() -> None:
     for size in (1e-9, 1e-3, 1.0, 1e4, 1e9):
         spread = torch.linspace(-1, 1, 1001) * size
@@ -276,6 +289,18 @@ def test_each_weight_is_freed_before_the_next_ones_are_packed() -> None:
     model.model.layers[-1].mlp.__class__ = Watching
     pack_in_place(model, convert=True)
     assert alive and not any(alive)
+
+
+@pytest.mark.skipif(not IS_AVX2, reason="needs a CPU without instructions for half precision")
+def test_a_layer_in_two_places_is_packed_once() -> None:
+    """Found in review: its weight was gone when the second place was packed, and the model stayed half packed."""
+    model, own = (target() for _ in range(2))
+    for one in (model, own):
+        one.model.layers[-1].mlp.up_proj = one.model.layers[0].mlp.up_proj
+    pack_in_place(model, convert=True)
+    assert model.model.layers[-1].mlp.up_proj is model.model.layers[0].mlp.up_proj
+    assert model.dtype == torch.float32 and not any(isinstance(one, nn.Linear) for one in model.modules())
+    assert torch.allclose(logits(model), logits(own.float()), atol=1e-4)
 
 
 @pytest.mark.skipif(not IS_AVX2, reason="needs a CPU without instructions for half precision")

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
-from zipfile import BadZipFile, ZipFile
+from zipfile import ZipFile
 
 from xtok.assisted import XTokAssisted
 from xtok.bench.rows import Column
 from xtok.bench.runs import ALONE, Runs
 from xtok.errors import InvalidInputError
 from xtok.models.prompts import Chat
-from xtok.pair.fetch import cached, downloaded
+from xtok.pair.fetch import DAMAGED, cached, downloaded
 
 LANGUAGES = {
     "en": "119565adbab82227089cefdb44c8d7e2cf04dc0a0ec233634c82e7d4e2a944f7",
@@ -63,13 +63,14 @@ def _is_whole(folder: Path) -> bool:
 
 def _fetch(folder: Path) -> None:
     work = folder.with_name(f"{_NAME}.part")
-    (wheel,) = downloaded("MT-Bench", [_PACKAGE], _VERSION, work, "0.4 MB")
+    instead = "Without it: xtok bench spec --prompts FILE."
+    (wheel,) = downloaded("MT-Bench", [_PACKAGE], _VERSION, work, "0.4 MB", instead=instead)
     folder.mkdir(exist_ok=True)
     try:
         with ZipFile(wheel) as packed:
             for language in LANGUAGES:
                 (folder / f"{language}.jsonl").write_bytes(packed.read(WITHIN.format(language)))
-    except (BadZipFile, KeyError):
+    except (*DAMAGED, KeyError):
         pass  # which the next line finds
     shutil.rmtree(work)
     if not _is_whole(folder):

@@ -53,6 +53,7 @@ class CachedModel(Slot):
         self._prompt = prompt
         self._lead = 0
         self._model: Any = running(model)
+        self._isolated = isolated_rope(self._model)  # once, since it takes a millisecond
         self._going_on = self._model  # after the prompt
         rows = {"logits_to_keep": 1} if supports_logits_to_keep(model) else {}
         self._inputs = {**rows, **(inputs or {}), "use_cache": True}
@@ -117,7 +118,7 @@ class CachedModel(Slot):
         """
         held = self._held
         inputs = {**self._inputs, CACHE: self.cache}
-        with isolated_rope(self._model):
+        with self._isolated():
             outputs = self._model._prefill(ids, config, inputs)
         self._adopt(outputs)
         record_past(self.cache)
@@ -177,7 +178,7 @@ class CachedModel(Slot):
             inputs["logits_to_keep"] = rows
         if self._hidden_layers:
             inputs["output_hidden_states"] = True
-        with isolated_rope(self._model):
+        with self._isolated():
             outputs = self._going_on(**inputs, return_dict=True)
         self._adopt(outputs)
         self.hidden = stacked(outputs, self._hidden_layers)[0] if self._hidden_layers else None

@@ -120,19 +120,16 @@ def read_once() -> Iterator[None]:
                     end = at + 8 + int.from_bytes(self.data[at : at + 8].tobytes(), "little")
                     parts += [self.data[at : at + 8], self.data[at + 8 : end]]
                     at = end
+                places = range(3, len(parts), 2)  # each after its length
             elif item in self.gguf_scalar_to_np:
                 values = self._get(at, self.gguf_scalar_to_np[item], int(count[0]))
                 parts.extend(values.reshape(-1, 1))
                 at += values.nbytes
+                places = range(2, len(parts))
             else:
                 return super()._get_field_parts(orig_offs, raw_type)
-            step = 1 + (item == gguf.GGUFValueType.STRING)  # a string is a length and its bytes
-            return (
-                at - orig_offs,
-                parts,
-                [*range(1 + step, len(parts), step)],
-                [gguf.GGUFValueType.ARRAY, item][: 1 + bool(count)],
-            )
+            kinds = [gguf.GGUFValueType.ARRAY, *([item] if places else ())]
+            return at - orig_offs, parts, list(places), kinds
 
     module: Any = gguf
     reading: Any = modeling_gguf_pytorch_utils

@@ -93,8 +93,10 @@ class Float16Linear(PackedLinear):
         """`scale`: by what to multiply the weight, as `exact_scale` finds it."""
         super().__init__(layer)
         self._inverse = 1 / scale
-        weight, bias = (None if part is None else (part.detach() * scale).float() for part in self._own)
-        self._packed: Any = _FBGEMM.linear_prepack_fp16(weight, bias)
+        bias = (
+            None if layer.bias is None else layer.bias.detach().float() * scale
+        )  # for which the scale may be wrong in float16
+        self._packed: Any = _FBGEMM.linear_prepack_fp16((layer.weight.detach() * scale).float(), bias)
 
     def drop_own(self) -> None:
         """Keep the packed weight alone."""
@@ -167,6 +169,15 @@ def packed_layers(layers: list[Any]) -> dict[nn.Module, nn.Module]:
         elif layer.weight.dtype == torch.float32:
             made[layer] = OneDNNLinear(layer, _ROWS)
     return made
+
+
+def packs_float16() -> bool:
+    """Whether this build of torch has FBGEMM's kernels."""
+    try:
+        _FBGEMM.linear_prepack_fp16(torch.zeros(1, 1, dtype=torch.float32, device="cpu"), None)
+    except (AttributeError, RuntimeError):
+        return False
+    return True
 
 
 def multiplies_half() -> bool:

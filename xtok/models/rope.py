@@ -1,7 +1,7 @@
 """Rotary embeddings that depend on a sequence's length: from which position on they do, and how sequences share a model."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import RLock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -27,9 +27,8 @@ def _ropes(model: PreTrainedModel) -> list[Mapping[str, Any]]:
     return [rope for rope in (ropes, *ropes.values()) if isinstance(rope, Mapping) and rope.get("rope_type")]
 
 
-@contextmanager
-def isolated_rope(model: PreTrainedModel) -> Iterator[None]:
-    """A context in which to forward one sequence as if `model` never had another.
+def isolated_rope(model: PreTrainedModel) -> Callable[[], AbstractContextManager[None]]:
+    """Returns a context in which to forward one sequence as if `model` never had another.
 
     Rotary embeddings keep the longest sequence (`dynamic`), or are set by each forward pass (`longrope`). So sequences take
     turns, also with those of other threads. A forward pass finds the embeddings of a new model, which then depend on its own
@@ -37,15 +36,19 @@ def isolated_rope(model: PreTrainedModel) -> Iterator[None]:
     """
     modules = _dynamic_modules(model)
     if not modules and longrope_boundary(model) is None:
-        yield
-        return
-    with _LOCKS.setdefault(model, RLock()):
-        before = [_state(module) for module in modules]
-        _put(modules, [_fresh(module) for module in modules])
-        try:
-            yield
-        finally:
-            _put(modules, before)
+        return nullcontext
+
+    @contextmanager
+    def isolated() -> Iterator[None]:
+        with _LOCKS.setdefault(model, RLock()):
+            before = [_state(module) for module in modules]
+            _put(modules, [_fresh(module) for module in modules])
+            try:
+                yield
+            finally:
+                _put(modules, before)
+
+    return isolated
 
 
 _State = dict[str, Any]

